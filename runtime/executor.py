@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torchlazy.runtime.cuda.foreach_launch import DeviceTables
+from torchlazy.runtime.native.program_steps import native_program
+from torchlazy.runtime.native.recorder_library import LIBRARY
 from torchlazy.runtime.program.code import emit_run
 from torchlazy.runtime.program.program import VALUE_CHECK, Allocate, ExternCall, ForeachLaunch, Launch, Program, Step
 from torchlazy.runtime.program.steps import span_bytes
@@ -26,6 +28,8 @@ from torchlazy.runtime.toolchains.kernel_cache import KernelCache
 from torchlazy.runtime.toolchains.toolchain import LoadedKernel, compile_variants, load_kernels
 
 _numbers = count()
+_RUNS_IN_PYTHON = 2  # before the program is made in C++, which pays for programs that come again
+_PLACE = "_torchlazy_place"  # of an error that a native run raised
 
 
 @dataclass(frozen=True)
@@ -70,15 +74,44 @@ class Executable:
     _tables: list[DeviceTables]
     _device: int | None
     _places: StepPlaces
+    _kernels: Sequence[LoadedKernel] = ()
     _restrides: list[int] = field(default_factory=lambda: [0])
+    _runs: int = 0
+    _native: Any = None
+    _asked_native: bool = False
 
     @property
     def restrides(self) -> int:
         return self._restrides[0]
 
-    def steps_begun(self, place: TracebackType) -> tuple[Step, ...]:
-        """The steps that may have begun; `place` is where the function stood when it raised."""
-        return self._places.steps_begun(place)
+    @property
+    def native(self) -> Any:
+        """The program in C++ (runtime/native/recorder/program.h); None where it has to run in Python, or the library is
+        not there yet."""
+        library = LIBRARY.if_there()
+        if not self._asked_native and library is not None:
+            self._asked_native, self._native = True, native_program(library, self.program, self._kernels)
+        return self._native
+
+    def where_failed(self, error: Exception) -> tuple[Sequence[Step], Mapping[str, Any]] | None:
+        """The steps that may have begun when a run raised, and the values that were held then, by name; None where the
+        run had not begun."""
+        found = getattr(error, _PLACE, None)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+        place = error.__traceback__
+        while place is not None and place.tb_frame.f_code.co_filename != self._places.filename:
+            place = place.tb_next
+        return None if place is None else (self._places.steps_begun(place), place.tb_frame.f_locals)
+
+    def _run_native(self, inputs: list[torch.Tensor], scalars: Sequence[float]) -> list[torch.Tensor]:
+        try:
+            return self._native.run(inputs, scalars)  # type: ignore[no-any-return]
+        except Exception as error:
+            held = dict(zip([name for name, _ in self.program.inputs], inputs, strict=True))
+            setattr(error, _PLACE, (self.program.steps[: self._native.failed + 1], held))
+            inputs.clear()
+            raise
 
     @property
     def device(self) -> int | None:
@@ -94,13 +127,18 @@ class Executable:
         if self._device is not None and torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
                 return self.run(inputs, scalars)
+        if not self._asked_native:
+            self._runs += 1
+            if self._runs > _RUNS_IN_PYTHON and self._device is None:
+                _ = self.native
+        function = self._function if self._native is None else self._run_native
         with torch._C._AutoDispatchBelowAutograd():
             if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
                 with ExitStack() as stack:
                     stack.enter_context(_disable_current_modes())
                     stack.enter_context(torch._C.DisableTorchFunction())
-                    return self._function(inputs, scalars)
-            return self._function(inputs, scalars)
+                    return function(inputs, scalars)
+            return function(inputs, scalars)
 
     __call__ = run
 
@@ -136,7 +174,15 @@ def load(program: Program, kernels: Sequence[LoadedKernel]) -> Executable:
     linecache.cache[filename] = (len(code.text), None, code.text.splitlines(keepends=True), filename)
     places = StepPlaces(filename, code.steps, code.begun, code.calls)
     executable = Executable(
-        program, code.text, count_steps(program), function, code.tables, _cuda_device(program), places, restrides
+        program,
+        code.text,
+        count_steps(program),
+        function,
+        code.tables,
+        _cuda_device(program),
+        places,
+        kernels,
+        restrides,
     )
     weakref.finalize(executable, linecache.cache.pop, filename, None)
     return executable

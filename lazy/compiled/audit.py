@@ -21,6 +21,10 @@ class AuditSchedule:
     replays: int = 0
     next_audit: int = 1
 
+    def is_next(self) -> bool:
+        """Whether the next replay is to be audited."""
+        return self.replays + 1 >= self.next_audit
+
     def due(self) -> bool:
         """Count a replay; whether it is to be audited."""
         self.replays += 1

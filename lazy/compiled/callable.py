@@ -106,7 +106,7 @@ class CompiledCallable:
         )
         self._shared = SharedSteps()
         self._ambience = RememberedContext(self.recorder)
-        self._alike = InlineCache()
+        self._alike = InlineCache(self.recorder, settings.audit)
         self._kinds = OpenKinds()  # classes of arguments whose objects come and go
         self._sizes_vary = False
         self._never = never_replayed(function)
@@ -138,6 +138,10 @@ class CompiledCallable:
             return self._function(*args, **kwargs)
         if self._alarm or recorder.capture is not None or recorder.busy:
             return self._run_python(args, kwargs)
+        replayed = self._alike.replayed(args, kwargs, settings)
+        if replayed is not None:
+            self._counts["replays"] += 1
+            return replayed[0]
         with with_dynamic(self._dynamic_programs), COLLECTIVE_LOG:
             if not recorder.mode_depth and not BLOCKS.may_record:
                 found = self._served(args, kwargs, settings)
@@ -196,8 +200,7 @@ class CompiledCallable:
                 self._growth.forget()
                 assert exits.served is not None
                 signature.served(exits.served, has_missed)
-                if alike is None:
-                    self._alike.served(given, leaves, key, signature, exits.served)
+                self._alike.served(given, leaves, key, signature, exits.served)
                 return exits.served.results(results)
             signature.misses += has_missed
             if signature.hardly_repeats():

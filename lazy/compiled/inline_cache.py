@@ -1,7 +1,8 @@
 """The inline cache of a compiled callable: a call with arguments like those of the last one needs no facts.
 
 Invariant: where `known` gives something, flattening the arguments and computing their facts would lead to the same
-signature, and no argument is on memory that the variant's state is on.
+signature, and no argument is on memory that the variant's state is on. Where `served` gives something, the replay in
+Python would have given the same.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from torchlazy.lazy.compiled.replay.native import NOT_YET, NativeReplay, native_replay
 from torchlazy.lazy.compiled.template.arguments import Flat, Structure
 from torchlazy.lazy.compiled.variants import CallSignature, Variant
-from torchlazy.lazy.record.tensor import LazyTensor
-from torchlazy.lazy.torch_private.dispatch import tensor_readers
-from torchlazy.runtime.native.argument_check import Look, argument_check
+from torchlazy.lazy.record.recorder import Recorder
+from torchlazy.lazy.run.driver import count_run
 from torchlazy.runtime.native.identity_check import is_ready
+from torchlazy.runtime.native.recorder_library import LIBRARY
 
 _FIRST_PATIENCE = 2  # calls in a row of one variant before its arguments are remembered
 _LONGEST_PATIENCE = 4096
+_TURNS_OF_WAITING = 4
 
 # The arguments flat, as the caller passed them and as programs receive them, their structure, the key, the signature.
 CallFacts: TypeAlias = tuple[list[Any], list[Any], Structure, Any, CallSignature]
@@ -26,9 +29,9 @@ CallFacts: TypeAlias = tuple[list[Any], list[Any], Structure, Any, CallSignature
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RememberedCall:
-    """What is known of a call whose arguments `fit`."""
+    """What is known of a call whose arguments fit the `check` (an `ArgumentCheck` of the native library)."""
 
-    fit: Look
+    check: Any
     settings: Any
     structure: Flat
     key: tuple[Any, ...]
@@ -42,35 +45,77 @@ class RememberedCall:
 
 
 class InlineCache:
-    """Remembers one call."""
+    """Remembers one call. `audits`: whether replays are audited."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder, audits: bool) -> None:
+        self._recorder, self._audits = recorder, audits
         self._alike: RememberedCall | None = None
+        self._native: Any = None  # what replays its variant
+        self._compiled: Any = None  # the program
+        self._waits = False  # for the program
         self._variant: Variant | None = None
         self._served, self._patience = 0, _FIRST_PATIENCE
 
     def known(self, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Any) -> RememberedCall | None:
         """What is known of the call; None where it is, or may be, a different one."""
         alike = self._alike
-        if alike is None or kwargs or settings is not alike.settings or not alike.fit(args):
+        if alike is None or kwargs or settings is not alike.settings or not alike.check.fit(args):
             return None
         if alike.variant not in alike.signature.variants:  # it was dropped for others
             self.forget()
             return None
         return alike
 
+    def replayed(self, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Any) -> tuple[Any] | None:
+        """The value of a call that was replayed without Python; None where nothing was done."""
+        alike, recorder = self._alike, self._recorder
+        if (
+            self._native is None
+            or alike is None
+            or kwargs
+            or settings is not alike.settings
+            or not alike.signature.is_first(alike.variant)
+            or (self._audits and alike.variant.schedule.is_next())
+            or recorder.entries
+            or recorder.inputs
+            or recorder.rematerializing
+            or recorder.mode_depth
+            or recorder.driver.listeners
+        ):
+            return None
+        leaves = self._native(args)
+        if leaves is None:
+            return None
+        if self._audits:
+            alike.variant.schedule.due()
+        alike.signature.served(alike.variant, False)
+        count_run(self._compiled)
+        return (alike.variant.results(leaves),)
+
     def forget(self) -> None:
         """What was captured no longer holds."""
-        self._alike = self._variant = None
+        self._alike = self._variant = self._native = self._compiled = None
 
     def served(self, given: list[Any], leaves: list[Any], key: Any, signature: CallSignature, variant: Variant) -> None:
-        """A call was identified by its facts, and the variant served it."""
+        """A replay of the variant in Python served a call."""
         self._served = self._served + 1 if variant is self._variant else 1
         self._variant = variant
-        if self._served < self._patience or given is not leaves or not is_ready():
+        if self._alike is not None and self._alike.variant is variant:
+            if self._waits and self._served % _TURNS_OF_WAITING == 0:
+                self._look_for_native()
+        elif self._served >= self._patience and given is leaves and is_ready() and LIBRARY.if_there() is not None:
+            self._served, self._patience = 0, min(2 * self._patience, _LONGEST_PATIENCE)
+            self._alike, self._native = _alike(given, key, signature, variant), None
+            self._look_for_native()
+
+    def _look_for_native(self) -> None:
+        alike, self._waits = self._alike, False
+        if alike is None:
             return
-        self._served, self._patience = 0, min(2 * self._patience, _LONGEST_PATIENCE)
-        self._alike = _alike(given, key, signature, variant)
+        found = native_replay(LIBRARY.module, alike.variant.replay, alike.check, alike.variant.guards.holds)
+        self._waits = found is NOT_YET
+        if isinstance(found, NativeReplay):
+            self._native, self._compiled = found.call.run, found.compiled
 
 
 def _alike(given: list[Any], key: Any, signature: CallSignature, variant: Variant) -> RememberedCall | None:
@@ -79,8 +124,12 @@ def _alike(given: list[Any], key: Any, signature: CallSignature, variant: Varian
         return None
     if any(variant.aliases):
         return None
-    look = argument_check(tensor_readers(), given, _free_among(variant), LazyTensor, variant.guards.memories)
-    return None if look is None else RememberedCall(look, settings, structure, key, signature, variant)
+    memories = {memory for memory in variant.guards.memories if memory > 0}
+    try:
+        check = LIBRARY.module.ArgumentCheck(tuple(given), set(_free_among(variant)), memories)
+    except (RuntimeError, ValueError):  # one of them is of a kind whose facts are told in Python alone
+        return None
+    return RememberedCall(check, settings, structure, key, signature, variant)
 
 
 def _free_among(variant: Variant) -> Collection[int]:

@@ -15,7 +15,6 @@ from torchlazy.lazy.config import config
 from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.native.graphs import RunsInPython
 from torchlazy.lazy.native.learn import LearnedTrace, Unlearnable, learn
-from torchlazy.lazy.native.program_steps import native_program
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.report import account, metrics
 from torchlazy.lazy.torch_private.dispatch import above_dispatch
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from torchlazy.lazy.run.programs import KnownTrace
 
 _sizes = DeferredModule("torchlazy.lazy.native.sizes")
-_languages = DeferredModule("torchlazy.inductor.codegen.languages")
-_toolchain = DeferredModule("torchlazy.runtime.toolchains.toolchain")
 
 
 class KnownLog:
@@ -161,7 +158,7 @@ class Programs:
             list(learned.equal),
             list(learned.fixed),
             list(learned.outputs),
-            self._native(found.compiled),
+            found.compiled.run.native if type(found.compiled.run) is Executable else None,  # else it is for all sizes
         )
 
     def _begun(self, known: KnownLog, trace: CutTrace, device: str, *form: Any) -> KnownTrace:
@@ -170,14 +167,6 @@ class Programs:
         if found.compiled is None and not known.has_begun and found.seen == 1:  # the trace came twice already
             found, _ = self.driver.tiers.look_up(trace, device, known.frame, *form)
         return found  # type: ignore[no-any-return]
-
-    def _native(self, compiled: Any) -> Any:
-        """The program without Python between its steps, where it can be."""
-        if compiled.options.language != "cpp" or type(compiled.run) is not Executable:  # one for all sizes
-            return None
-        preludes = _languages.preludes("cpp")
-        kernels = _toolchain.load_kernels(compiled.program.kernels, cache=self.driver.cache, preludes=preludes)
-        return native_program(self.library, compiled.program, kernels)
 
 
 def _unchanged(known: KnownLog, outputs: set[int]) -> set[int]:

@@ -331,6 +331,8 @@ class RunningTrace:
                     count = nbytes // tensor.element_size()
                     geom = flat(count, tensor.dtype, device, str(device))
                     whole = whole.as_strided((count,), (1,), 0)
+                if whole.is_inference():  # programs write outside of inference mode
+                    whole = _without_inference(whole)
             finally:
                 self.busy = was_busy
             found = storage_of(geom, whole, pinned=True)
@@ -417,6 +419,13 @@ def storage_over(real: torch.Tensor, device: torch.device) -> LazyStorage:
         return storage_of(geom, real)
     count = nbytes // real.element_size()
     return storage_of(flat(count, real.dtype, device, geom.compute), real.as_strided((count,), (1,), 0))
+
+
+def _without_inference(real: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that may be written everywhere."""
+    with torch.inference_mode(False):
+        whole = torch.empty(0, dtype=real.dtype, device=real.device)
+        return whole.set_(real.untyped_storage(), real.storage_offset(), real.shape, real.stride())
 
 
 def flat_geometries(results: Any) -> list[Geometry]:

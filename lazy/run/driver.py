@@ -137,7 +137,7 @@ class Driver:
     ) -> list[Any]:
         """Run a half of a joined trace. Raises what the program raises; where `first` is given, the first trace as it
         was cut, HalfFailed with that trace's values."""
-        _count(compiled)
+        count_run(compiled)
         inputs = [] if first is None else [weakref.ref(value) for value in memory]
         with below_autograd():
             try:
@@ -176,7 +176,7 @@ def run_compiled(
 ) -> list[torch.Tensor | BaseException]:
     """Run a trace's program: its outputs, or the error of each that has none. Empties `memory`. `trace`: the trace, or
     what makes it where the program fails."""
-    _count(compiled)
+    count_run(compiled)
     inputs = list(map(weakref.ref, memory))
     try:
         return list(compiled.run(memory, scalars))
@@ -185,7 +185,8 @@ def run_compiled(
         return values_after_failure(compiled.run, whole, error, inputs, scalars)
 
 
-def _count(compiled: Compiled) -> None:
+def count_run(compiled: Compiled) -> None:
+    """Count a run of the program."""
     counts = compiled.run.counts
     metrics.kernels += counts.launches + counts.foreach_launches
     for name, times in counts.extern_calls.items():  # `Counter.update` checks its argument's type first: slow

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 from torchlazy.lazy.numbers.matcher import Matcher
 from torchlazy.lazy.run.hot_sizes import SizeCount, Tally
 from torchlazy.lazy.trace.skeleton import DecomposedTrace
 from torchlazy.runtime.executor import Executable
-from torchlazy.runtime.program.program import Program, Step
+from torchlazy.runtime.program.program import Program
 
 
 @dataclass(eq=False)
@@ -68,9 +67,9 @@ class BoundRun:
     def restrides(self) -> int:
         return self._now.restrides
 
-    def steps_begun(self, place: TracebackType) -> tuple[Step, ...]:
-        """As `Executable.steps_begun`."""
-        return self._now.steps_begun(place)
+    def where_failed(self, error: Exception) -> Any:
+        """As `Executable.where_failed`."""
+        return self._now.where_failed(error)
 
     def run(self, inputs: list[Any], scalars: Sequence[Any] = ()) -> list[Any]:
         """As `Executable.run`, with the trace's own scalars."""

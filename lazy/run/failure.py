@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,13 +32,12 @@ def values_after_failure(
     such memory is the error too, and the memory stays as the program left it.
     """
     program = run.program
-    place = _place_in_run(error)
-    local = place.tb_frame.f_locals if place is not None else {}
-    overwritten = _overwritten(program, run.steps_begun(place)) if place is not None else set(range(len(inputs)))
+    begun, held = run.where_failed(error) or (None, {})
+    overwritten = set(range(len(inputs))) if begun is None else _overwritten(program, begun)
     values: list[Value] = []
     for position, ((name, _), ref) in enumerate(zip(program.inputs, inputs, strict=True)):
         found = ref()
-        value = found if found is not None else local.get(name)
+        value = found if found is not None else held.get(name)
         values.append(error if position in overwritten or not isinstance(value, torch.Tensor) else value)
     error.__traceback__ = None  # its frames would keep the program's values alive
     left = _left_in_state(trace, values, error, scalars)
@@ -120,14 +118,6 @@ def _first_failure(trace: CutTrace, found: Mapping[int, Value], lost: Exception)
             if value is lost and suspect is None and any(part in entry.op.name() for part in _RAISING):
                 suspect = position, lost
     return suspect
-
-
-def _place_in_run(error: Exception) -> TracebackType | None:
-    """Where the generated function stood, from the traceback."""
-    place = error.__traceback__
-    while place is not None and not place.tb_frame.f_code.co_filename.startswith("<torchlazy program"):
-        place = place.tb_next
-    return place
 
 
 def _overwritten(program: Program, begun: Sequence[Step]) -> set[int]:

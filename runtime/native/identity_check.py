@@ -41,8 +41,7 @@ VERSIONS, _ANSWER, _CONTEXT, _WATCHED, _ENDED, _BYTES, _DIRECT, _PLAIN_ANSWERS =
 _PYTHON = (
     "PyDict_Next", "PyDict_Size", "PyDict_GetItemWithError", "PyList_Size", "PyList_GetItem", "PyObject_GetAttr",
     "Py_DecRef", "PyErr_Clear", "_PySet_NextEntry", "PyContextVar_Get", "PyObject_CallNoArgs", "PyObject_CallOneArg",
-    "PyObject_RichCompareBool", "Py_IncRef", "PyObject_GenericGetDict", "PyLong_FromVoidPtr", "PyTuple_Size",
-    "PyTuple_GetItem",
+    "PyObject_RichCompareBool", "Py_IncRef",
 )  # fmt: skip
 _OPTIONAL = frozenset({"_PySet_NextEntry"})
 _FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
@@ -416,23 +415,14 @@ def is_ready() -> bool:
 
 def watcher() -> Watcher | None:
     """What tells of changes of dicts and functions; None where the interpreter tells nobody."""
-    return watcher_of(_native() + 2 * 8 * _METHOD_WORDS)
+    return watcher_of(_native() + 8 * _METHOD_WORDS)
 
 
 def native_pass(readers: TensorReaders | None, rows: array[int], kept: Any = None) -> Callable[[], bool]:
     """A function in C that tells whether the rows hold, and keeps what they name. Only where `is_available()`."""
-    return _function(_native(), readers, rows, kept)
-
-
-def native_fit(readers: TensorReaders, rows: array[int], kept: Any) -> Callable[[tuple[Any, ...]], bool]:
-    """A function in C that tells whether arguments are what the rows say (runtime/native/argument_check.py)."""
-    return _function(_native() + 8 * _METHOD_WORDS, readers, rows, kept)
-
-
-def _function(description: int, readers: TensorReaders | None, rows: array[int], kept: Any) -> Callable[..., bool]:
     table = _table(readers)
     content = struct.pack("=QQq", ctypes.addressof(table), *rows.buffer_info())
-    return native_function(description, content, (table, rows, kept))
+    return native_function(_native(), content, (table, rows, kept))
 
 
 def _native() -> int:

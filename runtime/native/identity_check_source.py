@@ -5,7 +5,6 @@ Invariant: it includes nothing of Python's or torch's. Objects are addresses, an
 
 from __future__ import annotations
 
-from torchlazy.runtime.native.argument_check_source import TEXT as ARGUMENTS
 from torchlazy.runtime.native.watched_source import TEXT as WATCHED
 
 # Rows of 64-bit words, one after the other, each first its kind: see the methods of `IdentityCheck`.
@@ -29,10 +28,6 @@ struct Python {
     object (*call_with)(object, object);
     int (*compare)(object, object, int);
     void (*retain)(object);
-    object (*dict_of)(object, void*);
-    object (*number)(void*);
-    intptr_t (*tuple_size)(object);
-    object (*tuple_item)(object, intptr_t);
     object yes, no;
     int (*data_ptr)(void*, void**);
     int (*dtype)(void*, int32_t*);
@@ -317,19 +312,9 @@ static object holds(object self, object) {
     py->retain(answer);
     return answer;
 }
-"""
-    + ARGUMENTS
-    + r"""
-static object fits(object self, object given) {
-    const Pass* pass = (const Pass*)((char*)self + content);
-    object answer = arguments_fit(pass->table, given, pass->rows) ? pass->table->yes : pass->table->no;
-    pass->table->retain(answer);
-    return answer;
-}
-struct Description { Method method, of_arguments; void* watching[6]; };
+struct Description { Method method; void* watching[6]; };
 static Description description = {
     {"holds", (void*)holds, 0x4, nullptr},
-    {"fits", (void*)fits, 0x8, nullptr},
     {(void*)dict_changes, (void*)function_changes, (void*)begin_watching, (void*)watch_object, (void*)forget_object,
      (void*)group_changes},
 };

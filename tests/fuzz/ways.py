@@ -120,7 +120,7 @@ class _Interpreted:
     def __init__(self) -> None:
         options = types.SimpleNamespace(language="")
         # There is no form for a CUDA graph.
-        self.programs = {"": types.SimpleNamespace(fallbacks=(), options=options)}
+        self.programs = {"": types.SimpleNamespace(fallbacks=(), run=None, options=options)}
         self.samples: dict[Any, list[Any]] = {}  # by skeleton
 
     def look_up(self, trace: CutTrace, device: str, frame: str, form: str = "") -> tuple[KnownTrace, str]:

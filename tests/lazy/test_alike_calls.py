@@ -5,7 +5,7 @@ Invariant: after each other call the callable gives what the plain function give
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,13 +13,33 @@ import torch
 import torchlazy
 from torch import nn
 from torchlazy.lazy.compiled import inline_cache
-from torchlazy.lazy.torch_private.dispatch import tensor_readers
-from torchlazy.runtime.native.identity_check import is_available
+from torchlazy.runtime.native.recorder_library import LIBRARY
 
-needs_native = pytest.mark.skipif(
-    not is_available() or tensor_readers() is None, reason="needs a C++ compiler, and tensors that are read natively"
-)
-pytestmark = [needs_native, pytest.mark.usefixtures("operator_by_operator", "device_in_python")]
+pytestmark = pytest.mark.skipif(LIBRARY.wait() is None, reason="needs the native library")
+
+WHERE = {"device": "cpu", "is_native": False}
+
+
+@pytest.fixture(params=["cpu", "lazy", "cpu, in C++", "lazy, in C++"], autouse=True)
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Ordinary and lazy tensors; programs that write, replayed in Python, and programs that do not, in C++."""
+    device, _, rest = request.param.partition(",")
+    WHERE.update(device=device, is_native=bool(rest))
+    if not rest:
+        request.getfixturevalue("operator_by_operator")
+    yield request.param
+
+
+def settle(call: Callable[[], Any]) -> None:
+    """Call until its program is there, and its arguments are remembered."""
+    for turn in range(24):
+        call()
+        if turn == 4:
+            torchlazy.wait_for_compile()
+
+
+def on(value: torch.Tensor) -> torch.Tensor:
+    return value.to(WHERE["device"])
 
 
 class Program:
@@ -27,11 +47,13 @@ class Program:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.weight = weight = nn.Parameter(torch.rand(3, 4).to("lazy"))
+        self.weight = weight = nn.Parameter(on(torch.rand(3, 4)))
+        writes = not WHERE["is_native"]
 
         def call(x: torch.Tensor, y: torch.Tensor, scale: float, flag: bool, name: str) -> torch.Tensor:
             made = x * weight + y if flag else x - y
-            y.mul_(2)  # seen through x, where both are on one memory
+            if writes:
+                y.mul_(2)  # seen through x, where both are on one memory
             made = made + x.sum() if name == "sum" else made * x.numel()
             if x.requires_grad:
                 made = made.square()
@@ -41,30 +63,46 @@ class Program:
 
         self.plain, self.run = call, torchlazy.compile(call, audit=False)
         with torch.no_grad():
-            for _ in range(5):
-                self.run(*self.given())
+            settle(lambda: self.run(*self.given()))
             assert self.is_known(*self.given())
+            assert (self.replayed(*self.given()) is not None) == WHERE["is_native"]
 
     def given(self, **others: Any) -> tuple[Any, ...]:
         """New tensors; of these names other arguments."""
         torch.manual_seed(1)
-        usual = {"x": torch.rand(3, 4).to("lazy"), "y": torch.rand(3, 4).to("lazy")}
+        usual = {"x": on(torch.rand(3, 4)), "y": on(torch.rand(3, 4))}
         return tuple((usual | {"scale": 2.0, "flag": True, "name": "sum"} | others).values())
 
+    def _settings(self) -> Any:
+        return self.run._ambience.known() or self.run._ambience.learn()
+
     def is_known(self, *args: Any) -> bool:
-        settings = self.run._ambience.known() or self.run._ambience.learn()
-        return self.run._alike.known(args, {}, settings) is not None
+        return self.run._alike.known(args, {}, self._settings()) is not None
+
+    def replayed(self, *args: Any) -> Any:
+        """What C++ gives, in a tuple; None where it does nothing."""
+        return self.run._alike.replayed(args, {}, self._settings())
 
 
 def rand(*shape: int, **facts: Any) -> torch.Tensor:
     torch.manual_seed(2)
-    return torch.rand(*shape, **facts).to("lazy")
+    return on(torch.rand(*shape, **facts))
 
 
 def marked(value: float) -> torch.Tensor:
     made = rand(3, 4)
     made.mark = value  # type: ignore[attr-defined]
     return made
+
+
+def with_gradient(x: torch.Tensor) -> torch.Tensor:
+    x.grad = torch.zeros_like(x)
+    return x
+
+
+def inferred() -> torch.Tensor:
+    with torch.inference_mode():
+        return rand(3, 4)
 
 
 OTHERS: dict[str, Callable[[Program], dict[str, Any]]] = {
@@ -74,6 +112,8 @@ OTHERS: dict[str, Callable[[Program], dict[str, Any]]] = {
     "window": lambda p: {"x": rand(6, 4)[:3]},
     "later window": lambda p: {"x": rand(6, 4)[3:]},
     "requires a gradient": lambda p: {"x": rand(3, 4).requires_grad_()},
+    "has a gradient": lambda p: {"x": with_gradient(rand(3, 4))},
+    "inference": lambda p: {"x": inferred()},
     "parameter": lambda p: {"x": nn.Parameter(rand(3, 4), requires_grad=False)},
     "on memory of the state": lambda p: {"y": p.weight.detach()},
     "attribute": lambda p: {"x": marked(4.0)},
@@ -105,7 +145,7 @@ def test_another_call_is_not_taken_for_it(name: str) -> None:
     with torch.no_grad():
         for _ in range(4):
             given = program.given(**OTHERS[name](program))
-            assert not program.is_known(*given)
+            assert not program.is_known(*given) and program.replayed(*given) is None
             kept = program.weight.detach().clone()
             ours = program.run(*given)
             after = program.weight.detach().clone()
@@ -120,13 +160,69 @@ def test_another_call_is_not_taken_for_it(name: str) -> None:
         assert program.run.report().alarm == ""
 
 
+def test_results_are_as_eager_s() -> None:
+    """New memory each time, of ordinary tensors that may be written; nothing of them is kept."""
+    program = Program()
+    with torch.no_grad():
+        first, second = program.run(*program.given()), program.run(*program.given())
+        want = program.plain(*program.given())
+        for made in (first, second):
+            assert type(made) is type(want) and made.device == want.device
+            assert (made.is_leaf, made._version, made.stride()) == (want.is_leaf, want._version, want.stride())
+            torch.testing.assert_close(made.cpu(), want.cpu())
+        first.zero_()
+        torch.testing.assert_close(second.cpu(), want.cpu())
+    (first * on(torch.ones(3, 4, requires_grad=True))).sum().backward()
+    with torch.inference_mode():
+        program.weight = nn.Parameter(program.weight.clone())
+        settle(lambda: program.run(*program.given()))
+        made = program.run(*program.given())
+        assert made.is_inference()
+        torch.testing.assert_close(made.cpu(), want.cpu())
+
+
+def test_a_weight_that_was_written_or_moved_is_seen() -> None:
+    program = Program()
+    with torch.no_grad():
+        for change in (
+            lambda w: w.mul_(2),
+            lambda w: setattr(w, "data", on(torch.rand(3, 4))),
+            lambda w: w.data.add_(1),
+        ):
+            change(program.weight)
+            for _ in range(3):
+                torch.testing.assert_close(program.run(*program.given()).cpu(), program.plain(*program.given()).cpu())
+
+
+def test_what_is_deferred_is_computed_first() -> None:
+    program = Program()
+    with torch.no_grad(), torchlazy.lazy_mode():
+        for turn in range(12):
+            program.weight.mul_(0.5).add_(turn)
+            x, y, *rest = program.given()
+            ours = program.run(x * 2 + 1, y - turn, *rest)
+            plain = program.plain(x * 2 + 1, y - turn, *rest)
+            torch.testing.assert_close(ours.cpu(), plain.cpu())
+
+
+def test_a_program_that_raises_does_so_in_each_call() -> None:
+    """The error is the one of the replay in Python, and the next call goes on."""
+    table = on(torch.rand(5, 2))
+    run = torchlazy.compile(lambda at: torch.nn.functional.embedding(at, table) * 2, audit=False)
+    inside, outside = on(torch.tensor([0, 4])), on(torch.tensor([0, 7]))
+    settle(lambda: run(inside))
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            run(outside).cpu()
+        torch.testing.assert_close(run(inside).cpu(), table.cpu()[[0, 4]] * 2)
+
+
 def test_a_call_by_name_and_other_numbers_of_arguments() -> None:
     def call(x: torch.Tensor, y: torch.Tensor | None = None, *, scale: float = 1.0) -> torch.Tensor:
         return (x if y is None else x - y) * scale
 
     run, x, y = torchlazy.compile(call, audit=False), rand(3), rand(3) + 1
-    for _ in range(5):
-        run(x)
+    settle(lambda: run(x))
     settings = run._ambience.known()
     assert run._alike.known((x,), {}, settings) and not run._alike.known((x,), {"scale": 2.0}, settings)
     assert not run._alike.known((x, None), {}, settings) and not run._alike.known((), {}, settings)
@@ -138,7 +234,7 @@ def test_a_call_by_name_and_other_numbers_of_arguments() -> None:
 def test_a_number_that_varies_is_known_by_its_class() -> None:
     program = torchlazy.compile(lambda x, scale: x * scale, audit=False)
     x = rand(3)
-    for number in range(12):
+    for number in range(24):
         torch.testing.assert_close(program(x, number + 0.5).cpu(), x.cpu() * (number + 0.5))
     settings = program._ambience.known()
     assert program._alike.known((x, 77.25), {}, settings)

@@ -257,3 +257,24 @@ def test_lazy_mode_inference(mode, compiled):
             return model(code, 4).clone(), model.layers[0].keys.clone()
 
     same(run(torchlazy.lazy_mode), run(contextlib.nullcontext), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("door", ["mode", "mode in Python", "compiled", "compiled in mode"])
+def test_a_tensor_made_in_inference_mode_is_written(door):
+    """As a cache is: by a call, and by the block itself; then read outside of inference mode."""
+    torchlazy.config.native = "off" if door == "mode in Python" else "on"
+
+    def write(cache, x):
+        cache[:, 1:].copy_(cache[:, :-1].clone())
+        return cache.mul_(2).sum() + x
+
+    call = torchlazy.compile(write) if "compiled" in door else write
+    with torch.inference_mode():
+        cache, want = torch.arange(6.0).reshape(2, 3), torch.arange(6.0).reshape(2, 3)
+        for turn in range(8):
+            x = torch.full((2,), float(turn))
+            with torchlazy.lazy_mode() if "mode" in door else contextlib.nullcontext():
+                found = call(cache, x)
+            torch.testing.assert_close(found, write(want, x))
+            assert cache.is_inference() and found.is_inference()
+    torch.testing.assert_close(cache, want)

@@ -73,6 +73,11 @@ class ProgramHandle:
         return self._compiled is not None
 
     @property
+    def compiled(self) -> Any:
+        """That program; None for one of another compiler."""
+        return self._compiled
+
+    @property
     def is_for_all_sizes(self) -> bool:
         """Whether that program serves other sizes as well."""
         return self._compiled is not None and isinstance(self._compiled.run, BoundRun)

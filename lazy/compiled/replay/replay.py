@@ -155,6 +155,15 @@ class Replay:
         found = [generator for step in self.template.steps for generator in generators_of(step)]
         return tuple({id(generator): generator for generator in found if generator is not None}.values())
 
+    @property
+    def holds_always(self) -> bool:
+        """Whether it depends on no number and no value of the arguments."""
+        return self._holds_always
+
+    def program_of(self, segment: t.Segment) -> Any:
+        """The program that ran the segment last; None where none did."""
+        return self._handles[id(segment)].compiled
+
     def holds(self, leaves: Sequence[Any]) -> bool:
         """Whether the free numbers pass the checks as in the captured call, and twins are equal."""
         if self._holds_always:

@@ -28,8 +28,8 @@ def facts_of(leaves: Sequence[Any], free: set[str]) -> list[Any] | str:
     """What a template depends on in the arguments, in a form that hashes; a reason where it cannot be known.
 
     `free`: names of the arguments whose value does not matter, numbers that are inputs of the programs. A native check
-    compares the same facts of most arguments (runtime/native/argument_check.py): a fact added here must be added there
-    too.
+    compares the same facts of most arguments (`ArgumentCheck`, runtime/native/recorder/replayed_call.h): a fact added
+    here must be added there, too.
     """
     try:
         return _facts_of(leaves, free)

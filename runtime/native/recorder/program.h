@@ -5,8 +5,10 @@
 
 #include <ATen/ops/copy.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <bit>
 #include <variant>
 
 #include "log.h"
@@ -18,15 +20,40 @@ namespace py = pybind11;
 class NativeProgram {
  public:
   explicit NativeProgram(const py::dict& spec);
-  // The outputs; what an output's donation could not be computed in is copied there. Empties `inputs`.
-  std::vector<at::Tensor> run(std::vector<at::Tensor>& inputs, const std::vector<double>& scalars) const;
+  using Words = std::vector<int64_t>;  // the program's scalars: whole numbers, and floats by their bits
+  int64_t word_of(size_t place, double value) const { return scalar_is_float_.at(place) ? std::bit_cast<int64_t>(value) : int64_t(value); }
+  int64_t word_of(size_t place, const py::handle& value) const {  // a seed has more digits than a double
+    return scalar_is_float_.at(place) ? std::bit_cast<int64_t>(py::cast<double>(value)) : int64_t(PyLong_AsUnsignedLongLongMask(value.ptr()));
+  }
+  Words words_of(const py::sequence& values) const {
+    Words found;
+    for (auto value : values) found.push_back(word_of(found.size(), value));
+    if (PyErr_Occurred()) throw py::error_already_set();
+    return found;
+  }
+  // The outputs; what an output's donation could not be computed in is copied there. Empties `inputs`; where a step
+  // raises, `failed` is its number and `inputs` has those that are still held.
+  std::vector<at::Tensor> run(std::vector<at::Tensor>& inputs, const Words& scalars) const;
+  static thread_local size_t failed;
 
- private:
   struct Layout {
     std::vector<int64_t> sizes, strides;
     c10::ScalarType dtype;
     bool fits(const at::Tensor& t) const { return t.strides() == c10::IntArrayRef(strides); }
   };
+  static Layout layout_of(const py::handle& h) {
+    auto t = py::cast<py::tuple>(h);
+    return {py::cast<std::vector<int64_t>>(t[0]), py::cast<std::vector<int64_t>>(t[1]), py::cast<c10::ScalarType>(t[2])};
+  }
+  static at::Tensor window(const at::Tensor& on, const Layout& layout, int64_t offset) {
+    const int64_t item = c10::elementSize(layout.dtype), bytes = on.storage_offset() * int64_t(on.itemsize());
+    TORCH_CHECK(bytes % item == 0, "a window begins within an element");
+    auto t = at::detail::make_tensor<TensorImpl>(c10::Storage(on.unsafeGetTensorImpl()->unsafe_storage()), DispatchKeySet(DispatchKey::CPU), c10::scalarTypeToTypeMeta(layout.dtype));
+    t.unsafeGetTensorImpl()->set_sizes_and_strides(layout.sizes, layout.strides, bytes / item + offset);
+    return t;
+  }
+
+ private:
   struct Allocate { int slot, reuse; Layout layout; };
   struct Window { int slot, source; Layout layout; int64_t offset; };
   struct Launch {
@@ -58,25 +85,8 @@ class NativeProgram {
   std::vector<Step> steps_;
   size_t slots_;
 
-  static Layout layout_of(const py::handle& h) {
-    auto t = py::cast<py::tuple>(h);
-    return {py::cast<std::vector<int64_t>>(t[0]), py::cast<std::vector<int64_t>>(t[1]), py::cast<c10::ScalarType>(t[2])};
-  }
-  static at::Tensor window(const at::Tensor& on, const Layout& layout, int64_t offset) {
-    const int64_t item = c10::elementSize(layout.dtype), bytes = on.storage_offset() * int64_t(on.itemsize());
-    TORCH_CHECK(bytes % item == 0, "a window begins within an element");
-    auto t = at::detail::make_tensor<TensorImpl>(c10::Storage(on.unsafeGetTensorImpl()->unsafe_storage()), DispatchKeySet(DispatchKey::CPU), c10::scalarTypeToTypeMeta(layout.dtype));
-    t.unsafeGetTensorImpl()->set_sizes_and_strides(layout.sizes, layout.strides, bytes / item + offset);
-    return t;
-  }
   static int64_t address(const at::Tensor& t) {
     return reinterpret_cast<int64_t>(static_cast<char*>(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get()) + t.storage_offset() * t.itemsize());
-  }
-  int64_t raw(const std::vector<double>& scalars, int place) const {
-    if (!scalar_is_float_[place]) return int64_t(scalars[place]);
-    int64_t bits;
-    std::memcpy(&bits, &scalars[place], 8);
-    return bits;
   }
   static void check(int status, const std::vector<std::string>& checks) {
     if (!status) return;
@@ -85,8 +95,10 @@ class NativeProgram {
     TORCH_CHECK_INDEX(false, "index out of range in ", what);
   }
   static Argument argument_of(const py::handle& h, c10::TypePtr type);
-  IValue value_of_argument(const Argument& a, const std::vector<at::Tensor>& values, const std::vector<double>& scalars) const;
+  IValue value_of_argument(const Argument& a, const std::vector<at::Tensor>& values, const Words& scalars) const;
 };
+
+inline thread_local size_t NativeProgram::failed = 0;
 
 inline NativeProgram::Argument NativeProgram::argument_of(const py::handle& h, c10::TypePtr type) {
   if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
@@ -205,11 +217,11 @@ inline NativeProgram::NativeProgram(const py::dict& spec) {
   }
 }
 
-inline IValue NativeProgram::value_of_argument(const Argument& a, const std::vector<at::Tensor>& values, const std::vector<double>& scalars) const {
+inline IValue NativeProgram::value_of_argument(const Argument& a, const std::vector<at::Tensor>& values, const Words& scalars) const {
   switch (a.kind) {
     case Argument::CONSTANT: return a.constant;
     case Argument::VALUE: return values[a.place];
-    case Argument::SCALAR: return scalar_is_float_[a.place] ? IValue(scalars[a.place]) : IValue(int64_t(scalars[a.place]));
+    case Argument::SCALAR: return scalar_is_float_[a.place] ? IValue(std::bit_cast<double>(scalars[a.place])) : IValue(scalars[a.place]);
     case Argument::LIST:
       if (a.element->kind() == c10::TypeKind::TensorType) {
         c10::List<at::Tensor> list;
@@ -225,7 +237,7 @@ inline IValue NativeProgram::value_of_argument(const Argument& a, const std::vec
   return {};
 }
 
-inline std::vector<at::Tensor> NativeProgram::run(std::vector<at::Tensor>& inputs, const std::vector<double>& scalars) const {
+inline std::vector<at::Tensor> NativeProgram::run(std::vector<at::Tensor>& inputs, const Words& scalars) const {
   std::vector<at::Tensor> v(slots_);
   for (size_t i = 0; i < inputs_.size(); ++i) v[inputs_[i]] = inputs[i];
   std::vector<at::Tensor> donated(donations_.size());
@@ -233,7 +245,13 @@ inline std::vector<at::Tensor> NativeProgram::run(std::vector<at::Tensor>& input
   inputs.clear();
   std::vector<int64_t> words;
   Stack stack;
+  const Step* now = steps_.data();
+  auto failing = c10::make_scope_exit([&] {
+    failed = now - steps_.data();
+    for (int slot : inputs_) inputs.push_back(std::move(v[slot]));
+  });
   for (const Step& step : steps_) {
+    now = &step;
     if (const auto* s = std::get_if<Extern>(&step)) {
       stack.clear();
       for (const Argument& a : s->arguments) stack.push_back(value_of_argument(a, v, scalars));
@@ -262,7 +280,7 @@ inline std::vector<at::Tensor> NativeProgram::run(std::vector<at::Tensor>& input
     } else if (const auto* s = std::get_if<Launch>(&step)) {
       words.clear();
       for (int b : s->buffers) words.push_back(address(v[b]));
-      for (int n : s->scalars) words.push_back(raw(scalars, n));
+      for (int n : s->scalars) words.push_back(scalars[n]);
       words.insert(words.end(), s->sizes.begin(), s->sizes.end());
       check(s->function(words.data()), s->checks);
     } else if (const auto* s = std::get_if<Window>(&step)) {
@@ -275,10 +293,10 @@ inline std::vector<at::Tensor> NativeProgram::run(std::vector<at::Tensor>& input
       for (const Row& row : s->rows) {
         for (int b : row.buffers) words.push_back(address(v[b]));
         words.insert(words.end(), row.sizes.begin(), row.sizes.end());
-        for (int n : row.scalars) words.push_back(raw(scalars, n));
+        for (int n : row.scalars) words.push_back(scalars[n]);
       }
       std::vector<int64_t> call{reinterpret_cast<int64_t>(words.data()), int64_t(s->rows.size())};
-      for (int n : s->scalars) call.push_back(raw(scalars, n));
+      for (int n : s->scalars) call.push_back(scalars[n]);
       check(s->function(call.data()), s->checks);
     } else {
       for (int slot : std::get<Free>(step).slots) v[slot].reset();
@@ -288,11 +306,13 @@ inline std::vector<at::Tensor> NativeProgram::run(std::vector<at::Tensor>& input
   for (int slot : outputs_) results.push_back(v[slot]);
   for (size_t i = 0; i < donations_.size(); ++i) {
     at::Tensor& made = results[donations_[i].first];
-    if (address(made) == address(donated[i])) continue;
-    at::Tensor into = window(donated[i], {made.sizes().vec(), made.strides().vec(), made.scalar_type()}, 0);
-    into.copy_(made);
-    made = into;
+    at::Tensor& given = donated[i];
+    const bool is_alike = made.sizes() == given.sizes() && made.strides() == given.strides() && made.scalar_type() == given.scalar_type();
+    at::Tensor into = is_alike ? given : window(given, {made.sizes().vec(), made.strides().vec(), made.scalar_type()}, 0);
+    if (address(made) != address(given)) into.copy_(made);
+    made = std::move(into);
   }
+  failing.release();
   return results;
 }
 

@@ -34,6 +34,7 @@
 #include "memory.h"
 #include "operators.h"
 #include "program.h"
+#include "replayed_call.h"
 
 namespace torchlazy {
 namespace {
@@ -1207,7 +1208,9 @@ bool Recorder::run_program(Path& path) {
   for (uint32_t place : path.scalars) scalars.push_back(log_.floats[place]);
   std::vector<at::Tensor> values;
   if (path.native) {
-    values = path.native->run(memory, scalars);
+    NativeProgram::Words words;
+    for (double value : scalars) words.push_back(path.native->word_of(words.size(), value));
+    values = path.native->run(memory, words);
   } else {
     const InPython in_python;
     py::list given = py::cast(memory);
@@ -1528,6 +1531,12 @@ void compute_for_reader(StorageImpl* storage) {
   with_errors_of_python([&] { recorder->compute_for(storage); });
 }
 
+void ReplayedCall::settle_pending() {
+  if (!pending_memories.load(std::memory_order_relaxed)) return;
+  auto hold = acquire();
+  recorder->cut("compiled call");
+}
+
 }  // namespace torchlazy
 
 TORCH_LIBRARY_IMPL(_, Fake, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&torchlazy::fallback>()); }
@@ -1537,7 +1546,28 @@ TORCH_LIBRARY_IMPL(aten, AutogradCUDA, m) { m.impl("to.dtype_layout", &torchlazy
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace torchlazy;
-  py::class_<NativeProgram, std::shared_ptr<NativeProgram>>(m, "Program").def(py::init<const py::dict&>());
+  py::class_<NativeProgram, std::shared_ptr<NativeProgram>>(m, "Program")
+      .def(py::init<const py::dict&>())
+      .def("run", torch::wrap_pybind_function([](const NativeProgram& program, py::list given, const py::sequence& scalars) {
+        const NativeProgram::Words words = program.words_of(scalars);
+        std::vector<at::Tensor> inputs;
+        for (auto item : given) inputs.push_back(py::cast<at::Tensor>(item));
+        given.attr("clear")();
+        try {
+          py::gil_scoped_release release;
+          return program.run(inputs, words);
+        } catch (...) {  // whoever recovers finds what is still there
+          for (at::Tensor& t : inputs) given.append(t.defined() ? py::cast(t) : py::none());
+          throw;
+        }
+      }))
+      .def_property_readonly_static("failed", [](py::object) { return NativeProgram::failed; });
+  py::class_<ArgumentCheck, std::shared_ptr<ArgumentCheck>>(m, "ArgumentCheck")
+      .def(py::init<const py::tuple&, const std::unordered_set<size_t>&, std::unordered_set<uintptr_t>>())
+      .def("fit", [](const ArgumentCheck& check, const py::tuple& given) { return check.fit(given.ptr()); });
+  py::class_<ReplayedCall>(m, "ReplayedCall")
+      .def(py::init<std::shared_ptr<ArgumentCheck>, py::object, std::shared_ptr<NativeProgram>, const py::sequence&, const py::list&, const py::list&>())
+      .def("run", &ReplayedCall::run);
   py::class_<Sample, std::shared_ptr<Sample>>(m, "Sample")
       .def("log", [](const Sample& s) { return dump(s, -1); })
       .def("log_with", &dump_with, py::arg("numbers"), py::arg("only") = -1)

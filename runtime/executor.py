@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
 from typing import Any
@@ -64,8 +64,7 @@ class StepPlaces:
 
 @dataclass(eq=False)
 class Executable:
-    """A loaded program. `source` is the generated function; `restrides` counts copies made, over all runs, because an
-    ATen call answered with other strides than the program promises."""
+    """A loaded program. `source` is the generated function."""
 
     program: Program
     source: str
@@ -75,14 +74,9 @@ class Executable:
     _device: int | None
     _places: StepPlaces
     _kernels: Sequence[LoadedKernel] = ()
-    _restrides: list[int] = field(default_factory=lambda: [0])
     _runs: int = 0
     _native: Any = None
     _asked_native: bool = False
-
-    @property
-    def restrides(self) -> int:
-        return self._restrides[0]
 
     @property
     def native(self) -> Any:
@@ -159,10 +153,9 @@ def load(program: Program, kernels: Sequence[LoadedKernel]) -> Executable:
         raise ValueError(f"load: the program has {len(program.kernels)} kernels, {len(kernels)} loaded ones were given")
     compile_variants(kernels, launched_sizes(program))
     code = emit_run(program, kernels)
-    restrides = [0]
     names: dict[str, Any] = code.names | {
         "window": window,
-        "restride": _counting_restride(restrides),
+        "restride": _restride,
         "fail": _index_error_for(kernels),
     }
     filename = f"<torchlazy program {next(_numbers)}>"
@@ -182,7 +175,6 @@ def load(program: Program, kernels: Sequence[LoadedKernel]) -> Executable:
         _cuda_device(program),
         places,
         kernels,
-        restrides,
     )
     weakref.finalize(executable, linecache.cache.pop, filename, None)
     return executable
@@ -235,18 +227,14 @@ def window(
     return empty.set_(tensor.untyped_storage(), start + offset, shape, strides)
 
 
-def _counting_restride(counter: list[int]) -> Callable[..., torch.Tensor]:
-    def restride(tensor: torch.Tensor | None, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-        """The same values with the promised strides; no copy where the difference cannot be seen in memory."""
-        if tensor is None:
-            raise RuntimeError(f"a library call gave nothing where a tensor of shape {shape} was promised")
-        pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
-        if tensor.numel() == 0 or all(size == 1 or have == want for size, have, want in pairs):
-            return tensor.as_strided(shape, strides, tensor.storage_offset())
-        counter[0] += 1
-        return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-    return restride
+def _restride(tensor: torch.Tensor | None, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """The same values with the promised strides; no copy where the difference cannot be seen in memory."""
+    if tensor is None:
+        raise RuntimeError(f"a library call gave nothing where a tensor of shape {shape} was promised")
+    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    if tensor.numel() == 0 or all(size == 1 or have == want for size, have, want in pairs):
+        return tensor.as_strided(shape, strides, tensor.storage_offset())
+    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _index_error_for(kernels: Sequence[LoadedKernel]) -> Callable[[int, int], None]:

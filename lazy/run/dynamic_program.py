@@ -63,10 +63,6 @@ class BoundRun:
     def counts(self) -> Any:
         return self._now.counts
 
-    @property
-    def restrides(self) -> int:
-        return self._now.restrides
-
     def where_failed(self, error: Exception) -> Any:
         """As `Executable.where_failed`."""
         return self._now.where_failed(error)

@@ -147,7 +147,12 @@ class CompiledCallable:
                 found = self._served(args, kwargs, settings)
             else:
                 with outside_lazy_mode(recorder):
-                    found = self._served(args, kwargs, self._ambience.known())
+                    known = self._ambience.known()
+                    replayed = self._alike.replayed(args, kwargs, known)
+                    if replayed is not None:
+                        self._counts["replays"] += 1
+                        return replayed[0]
+                    found = self._served(args, kwargs, known)
             if found is _NOT_SERVED:
                 found = self._run_python(args, kwargs)
                 if self._growth.name:  # flushed here, where programs are made for all sizes

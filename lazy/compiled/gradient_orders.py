@@ -53,9 +53,18 @@ class GradientOrders:
             self.orders = orders
             self._more(f"captured again: gradients of order {orders - 1} were asked for with create_graph=True")
 
-    def deeper(self, template: Any, structure: Any, given: Sequence[Any], wanted: Sequence[Any]) -> Any:
+    def deeper(
+        self,
+        template: Any,
+        structure: Any,
+        given: Sequence[Any],
+        wanted: Sequence[Any],
+        versions: tuple[int, ...] | None = None,
+    ) -> Any:
         """What computes gradients of an order that a replay of the template was not captured with."""
-        again = None if structure is None else called_again(self._function, template, structure, given, wanted)
+        again = (
+            None if structure is None else called_again(self._function, template, structure, given, wanted, versions)
+        )
         return functools.partial(self._no_double, again)
 
     def _no_double(self, again: CalledAgain | None, tangents: Sequence[Any]) -> Any:

@@ -50,8 +50,7 @@ class InlineCache:
     def __init__(self, recorder: Recorder, audits: bool) -> None:
         self._recorder, self._audits = recorder, audits
         self._alike: RememberedCall | None = None
-        self._native: Any = None  # what replays its variant
-        self._compiled: Any = None  # the program
+        self._native: NativeReplay | None = None  # of its variant
         self._waits = False  # for the program
         self._variant: Variant | None = None
         self._served, self._patience = 0, _FIRST_PATIENCE
@@ -68,9 +67,9 @@ class InlineCache:
 
     def replayed(self, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Any) -> tuple[Any] | None:
         """The value of a call that was replayed without Python; None where nothing was done."""
-        alike, recorder = self._alike, self._recorder
+        native, alike, recorder = self._native, self._alike, self._recorder
         if (
-            self._native is None
+            native is None
             or alike is None
             or kwargs
             or settings is not alike.settings
@@ -83,18 +82,22 @@ class InlineCache:
             or recorder.driver.listeners
         ):
             return None
-        leaves = self._native(args)
+        leaves = native.call.run(args)
         if leaves is None:
             return None
         if self._audits:
             alike.variant.schedule.due()
         alike.signature.served(alike.variant, False)
-        count_run(self._compiled)
+        for storage in native.written:
+            storage.version += 1
+        if native.after is not None:
+            native.after()
+        count_run(native.compiled)
         return (alike.variant.results(leaves),)
 
     def forget(self) -> None:
         """What was captured no longer holds."""
-        self._alike = self._variant = self._native = self._compiled = None
+        self._alike = self._variant = self._native = None
 
     def served(self, given: list[Any], leaves: list[Any], key: Any, signature: CallSignature, variant: Variant) -> None:
         """A replay of the variant in Python served a call."""
@@ -115,7 +118,7 @@ class InlineCache:
         found = native_replay(LIBRARY.module, alike.variant.replay, alike.check, alike.variant.guards.holds)
         self._waits = found is NOT_YET
         if isinstance(found, NativeReplay):
-            self._native, self._compiled = found.call.run, found.compiled
+            self._native = found
 
 
 def _alike(given: list[Any], key: Any, signature: CallSignature, variant: Variant) -> RememberedCall | None:

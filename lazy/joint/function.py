@@ -14,6 +14,7 @@ through the recorder's driver, with nothing pending: what was recorded before ha
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ class _Handle:
     """The program of one trace. A setting that programs depend on belongs to the key under which a joint is held."""
 
     def __init__(self, sizes_vary: bool, backend: Callable[..., Any] | None) -> None:
-        self._compiled: Any = None
+        self.compiled: Any = None  # the program that ran it last
         self._backend = backend
         self._foreign: ForeignProgram | None = None
         self._sizes_vary = sizes_vary
@@ -160,15 +161,15 @@ class _Handle:
             if self._backend is not None:
                 self._foreign = self._foreign or compile_with(self._backend, trace)
                 values = self._foreign.run([DEVICE.unmarked(one) for one in memory], scalars)
-            elif self._compiled is not None and not driver.listeners and driver.shadow is None and not config.debug:
-                values = driver.run_compiled(self._compiled, trace, memory, scalars)
+            elif self.compiled is not None and not driver.listeners and driver.shadow is None and not config.debug:
+                values = driver.run_compiled(self.compiled, trace, memory, scalars)
             else:
                 kept, driver.tiers.sizes_vary = driver.tiers.sizes_vary, self._sizes_vary
                 try:
                     values = driver(trace, memory, scalars, cause, "")
                 finally:
                     driver.tiers.sizes_vary = kept
-                self._compiled = driver.last_compiled
+                self.compiled = driver.last_compiled
         finally:
             recorder.busy = was_busy
         for value in values:
@@ -235,6 +236,31 @@ def run_joint(
             window = aliases[update.input] = window.detach()
         window.copy_(results[update.result])
     return [_output(call, output, results, aliases) for output in joint.outputs]
+
+
+@dataclass(frozen=True, eq=False)
+class JointBackward:
+    """The backward of a joint whose forward ran in C++, where gradients are batched or are to have a graph.
+
+    `held`: the sources of what the node saved; `wanted`, `scalars`, `handles` and `deeper` as for `run_joint`.
+    """
+
+    recorder: Recorder
+    joint: Joint
+    held: Sequence[Source]
+    wanted: Sequence[torch.Tensor]
+    scalars: list[Any]
+    handles: JointHandles
+    deeper: DeeperBackward | None
+
+    def run(self, saved: Sequence[torch.Tensor], gradients: Sequence[Maybe], needed: Sequence[bool]) -> list[Maybe]:
+        """The gradients of the wanted inputs, for what was saved and the gradients of the results."""
+        found = dict(zip(self.held, saved, strict=True))
+        cause = "compiled call"
+        call = _JointCall(self.recorder, self.joint, (), self.scalars, cause, self.handles, self.deeper)
+        ctx = types.SimpleNamespace(call=call, needs_input_grad=(False, *needed), inner=(), write_targets=())
+        values = [found[source] for source in self.handles.held(self.joint)]
+        return list(_backward(ctx, [*values, *self.wanted], gradients))
 
 
 def new_seeds(joint: Joint, scalars: Sequence[Any]) -> list[Any]:

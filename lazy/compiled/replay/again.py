@@ -63,9 +63,12 @@ def called_again(
     structure: Structure,
     leaves: Sequence[Any],
     wanted: Sequence[torch.Tensor],
+    versions: tuple[int, ...] | None = None,
 ) -> CalledAgain:
-    """The call that is being replayed, with these arguments and inputs of its joint."""
-    return CalledAgain(function, template, structure, tuple(leaves), tuple(wanted), _versions(wanted, leaves))
+    """The call that is being replayed, with these arguments and inputs of its joint; `versions`: those that the inputs
+    and the tensors among the arguments had, where it was replayed before."""
+    then = _versions(wanted, leaves) if versions is None else versions
+    return CalledAgain(function, template, structure, tuple(leaves), tuple(wanted), then)
 
 
 def can_be_called_again(template: t.CallTemplate) -> bool:

@@ -1,12 +1,12 @@
-"""Replays without Python: a template that is one program which writes nothing, as the native library runs it.
+"""Replays without Python: a template that is one program, or one joint, as the native library runs it.
 
-Invariant: what it gives is what `Replay.run` would give. It does nothing where it is not sure, and where the program
-raises: the replay in Python does it again, and says what is wrong.
+Invariant: what it gives is what `Replay.run` would give. It does nothing where it is not sure, and where a program that
+writes nothing raises: the replay in Python does it again, and says what is wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,86 +14,180 @@ import torch
 from torchlazy.lazy.compiled.replay.replay import Replay
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.numbers.expr import evaluator
+from torchlazy.lazy.plan.joint import Joint
 from torchlazy.lazy.plan.loaded import Compiled
+from torchlazy.lazy.torch_private.dispatch import below_autograd
+from torchlazy.lazy.torch_private.settings import draw_seed
 from torchlazy.lazy.trace.geometry import Geometry
+from torchlazy.lazy.trace.op_schema import is_random
+from torchlazy.lazy.trace.storage import LazyStorage
 from torchlazy.runtime.executor import Executable
 
 Row = tuple[Any, ...]
-
-
 NOT_YET = object()
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 @dataclass(frozen=True, eq=False)
 class NativeReplay:
-    """A `ReplayedCall`, and its program."""
+    """A `ReplayedCall`, its program, the storages of the state that this writes, and what is done after a run."""
 
     call: Any
     compiled: Compiled
+    written: tuple[LazyStorage, ...] = ()
+    after: Callable[[], None] | None = None
 
 
 class _Unfit(Exception):
     """The replay needs Python."""
 
 
+class _NotYet(Exception):
+    """A program is not there yet."""
+
+
 def native_replay(library: Any, replay: Replay, check: Any, holds: Any) -> NativeReplay | object | None:
     """The replay of calls that fit `check` where `holds()`; None where it needs Python, `NOT_YET` before its program is
     there."""
-    segment = _only_segment(replay)
-    if segment is None or not replay.holds_always:
-        return None
-    compiled = replay.program_of(segment)
-    if compiled is None:
-        return NOT_YET
-    if type(compiled.run) is not Executable or compiled.run.native is None:
-        return None
     try:
-        inputs = list(_inputs(segment))
-        results = list(_results(replay.template, segment))
+        spec, compiled, written = _described(replay)
+    except _NotYet:
+        return NOT_YET
     except _Unfit:
         return None
-    scalars = evaluator(segment.scalars)([])
-    return NativeReplay(library.ReplayedCall(check, holds, compiled.run.native, scalars, inputs, results), compiled)
+    if replay.template.twins:
+        guards_hold = holds
+        holds = lambda: guards_hold() and replay.twins_hold()  # noqa: E731
+    call = library.ReplayedCall({"arguments": check, "holds": holds, **spec})
+    return NativeReplay(call, compiled, written, replay.note_twins if replay.template.twins else None)
 
 
-def _only_segment(replay: Replay) -> t.Segment | None:
-    template, steps = replay.template, replay.steps.steps
-    if len(steps) != 1 or type(steps[0]) is not t.Segment:
-        return None
-    has_more = template.checks or template.effects or template.versions or template.sources or template.hosts
-    (segment,) = steps
-    writes = segment.trace.donations or segment.trace.writes
-    return None if has_more or writes else segment
+def _described(replay: Replay) -> tuple[dict[str, Any], Compiled, tuple[LazyStorage, ...]]:
+    template = replay.template
+    *others, step = replay.steps.steps or (None,)
+    seeds = [other for other in others if type(other) is t.Seed]
+    calls = [other for other in others if type(other) is t.HostCall]
+    if template.checks or template.effects or template.hosts or len(seeds) + len(calls) < len(others):
+        raise _Unfit
+    if any(not hasattr(read, "leaf") for read in template.read_free):
+        raise _Unfit
+    scalars = _scalars(template, seeds, step)
+    if type(step) is t.Segment:
+        spec, compiled, written = _of_segment(replay, step, scalars)
+    elif type(step) is t.JointRun:
+        spec, compiled, written = _of_joint(replay, step, scalars)
+    else:
+        raise _Unfit
+    spec |= {"before": _on_host(calls), "writes": spec["writes"] or bool(calls)}
+    return spec, compiled, written
 
 
-def _inputs(segment: t.Segment) -> Iterator[Row]:
-    for memory, (_, geom) in zip(segment.inputs, segment.trace.inputs, strict=True):
-        if geom.bits or geom.offset:
+def _on_host(steps: Sequence[t.HostCall]) -> Callable[[], None] | None:
+    """Runs these operators on ordinary tensors of the state, such as counts of batches."""
+    calls = [(step.op, *_host_arguments(step)) for step in steps]
+
+    def run() -> None:
+        with below_autograd():
+            for op, args, kwargs in calls:
+                op(*args, **kwargs)
+
+    return run if calls else None
+
+
+def _host_arguments(step: t.HostCall) -> tuple[list[Any], dict[str, Any]]:
+    if any(place is not None for place in step.made) or is_random(step.op):
+        raise _Unfit
+
+    def argument(value: Any) -> Any:
+        if type(value) is t.HostKept:
+            return value.tensor
+        if type(value) in (list, tuple):
+            return [argument(item) for item in value]
+        if not isinstance(value, _PLAIN):
             raise _Unfit
+        return value
+
+    return [argument(value) for value in step.args], {name: argument(value) for name, value in step.kwargs}
+
+
+def _scalars(template: t.CallTemplate, seeds: Sequence[t.Seed], step: Any) -> Any:
+    """The program's scalars, or what gives them for the arguments: numbers among these, and fresh seeds."""
+    evaluate = evaluator(getattr(step, "scalars", ()))
+    if not template.sources:
+        return evaluate([])
+    read_free, count = template.read_free, template.sources
+    if len(read_free) + len(seeds) != count:
+        raise _Unfit
+
+    def scalars(given: tuple[Any, ...]) -> list[Any]:
+        sources: list[Any] = [None] * count
+        for number, read in enumerate(read_free):
+            sources[number] = read(given)
+        for seed in seeds:
+            sources[seed.source] = draw_seed(seed.generator)
+        return evaluate(sources)
+
+    return scalars
+
+
+def _native(compiled: Compiled | None) -> Any:
+    if compiled is None:
+        raise _NotYet
+    if type(compiled.run) is not Executable or compiled.run.native is None:
+        raise _Unfit
+    return compiled.run.native
+
+
+# ---- one program
+
+
+def _of_segment(
+    replay: Replay, segment: t.Segment, scalars: Any
+) -> tuple[dict[str, Any], Compiled, tuple[LazyStorage, ...]]:
+    trace, template = segment.trace, replay.template
+    if trace.donations or trace.writes or template.versions:
+        raise _Unfit
+    compiled = replay.program_of(segment)
+    program = _native(compiled)
+    made: list[Row] = []
+    spec = {
+        "program": program, "scalars": scalars, "joint": None, "raised": [], "writes": False,
+        "inputs": [_input(memory, geom) for memory, (_, geom) in zip(segment.inputs, trace.inputs, strict=True)],
+        "results": list(_results_of_segment(template, segment, made)), "made": made,
+    }  # fmt: skip
+    return spec, compiled, ()
+
+
+def _input(memory: t.Memory, geom: Geometry) -> Row:
+    if not geom.bits and not geom.offset:
         if type(memory) is t.FromArgument:
-            yield memory.leaf, None, _layout(geom)
-        elif type(memory) is t.FromState and memory.storage.poison is None and memory.storage.real is not None:
-            yield -1, memory.storage.real, _layout(geom)
-        else:
-            raise _Unfit
+            return memory.leaf, _layout(geom)
+        if type(memory) is t.FromState and memory.storage.poison is None and memory.storage.real is not None:
+            return memory.storage.real, _layout(geom)
+    raise _Unfit
 
 
-def _results(template: t.CallTemplate, segment: t.Segment) -> Iterator[Row]:
+def _results_of_segment(template: t.CallTemplate, segment: t.Segment, made: list[Row]) -> Iterator[Row]:
     outputs = {target.place: n for n, target in enumerate(segment.targets) if type(target) is t.FromStep}
     if len(outputs) < len(segment.targets):
         raise _Unfit
     for result in template.results:
-        if type(result) is t.SameArgument:
-            yield "argument", result.leaf
-        elif type(result) is t.SameObject:
-            yield "object", result.value
-        elif type(result) is t.TensorResult and type(result.memory) is t.FromStep:
+        if type(result) is t.TensorResult and type(result.memory) is t.FromStep:
             number = outputs.pop(result.memory.place, None)
             if number is None or not _is_plain(result, segment.trace.outputs[number][1]):
                 raise _Unfit
-            yield "output", number, _layout(result.geometry), result.geometry.offset, result.is_marked
+            yield "made", len(made)
+            made.append((number, _layout(result.geometry), result.geometry.offset, result.is_marked))
         else:
-            raise _Unfit
+            yield _as_it_is(result)
+
+
+def _as_it_is(result: t.Result) -> Row:
+    if type(result) is t.SameArgument:
+        return "argument", result.leaf
+    if type(result) is t.SameObject:
+        return "object", result.value
+    raise _Unfit
 
 
 def _is_plain(result: t.TensorResult, made: Geometry) -> bool:
@@ -109,3 +203,135 @@ def _is_plain(result: t.TensorResult, made: Geometry) -> bool:
 
 def _layout(geom: Geometry) -> Row:
     return list(geom.shape), list(geom.strides), geom.dtype
+
+
+# ---- a joint
+
+
+def _of_joint(
+    replay: Replay, step: t.JointRun, scalars: Any
+) -> tuple[dict[str, Any], Compiled, tuple[LazyStorage, ...]]:
+    joint, template = step.joint, replay.template
+    if joint.updates or joint.backward_writes or template.versions or joint.backward is None:
+        raise _Unfit
+    if joint.backward.donations or any(result.freed is not None for result in joint.results):
+        raise _Unfit
+    forward, backward = replay.programs_of(step)
+    program = _native(forward)
+    raised, written = _written(step)
+    marked = {result.index for result in template.results if type(result) is t.JointResult and result.is_marked}
+    of_outputs = {joint.outputs[index].index for index in marked}
+    made = [(r.position, _layout(_plain(r.geometry)), 0, n in of_outputs) for n, r in enumerate(joint.results)]
+    spec = {
+        "program": program, "scalars": scalars, "raised": raised, "writes": bool(written), "made": made,
+        "inputs": [
+            _input(step.inputs[n][0], geom)
+            for n, (_, geom) in zip(joint.forward_inputs, joint.forward.inputs, strict=True)
+        ],
+        "results": [_result_of_joint(joint, result) for result in template.results],
+        "joint": _backward(replay, step, _native(backward)),
+    }  # fmt: skip
+    return spec, forward, written
+
+
+def _plain(geom: Geometry) -> Geometry:
+    if geom.bits or geom.offset or geom.device.type != "cpu":
+        raise _Unfit
+    return geom
+
+
+def _written(step: t.JointRun) -> tuple[list[torch.Tensor], tuple[LazyStorage, ...]]:
+    """Of what the forward writes outside of autograd, all in place: tensors whose version it raises, and storages."""
+    joint = step.joint
+    places = {output: joint.forward_inputs[given] for output, given in joint.forward.donations}
+    if places != {write.position: write.input for write in joint.writes}:
+        raise _Unfit
+    raised, written = [], []
+    for number in places.values():
+        memory, tensor = step.inputs[number]
+        if type(memory) is not t.FromState:
+            raise _Unfit
+        written.append(memory.storage)
+        if number not in step.unraised:
+            if tensor is None:
+                raise _Unfit
+            raised.append(tensor)
+    return raised, tuple(written)
+
+
+def _result_of_joint(joint: Joint, result: t.Result) -> Row:
+    if type(result) is not t.JointResult:
+        return _as_it_is(result)
+    output = joint.outputs[result.index]
+    if output.source != "result" or not output.is_whole:
+        raise _Unfit
+    has_graph = joint.results[output.index].tangent is not None
+    if result.is_leaf and not has_graph:
+        return "leaf" if result.requires_grad else "made", output.index
+    if result.requires_grad != has_graph:
+        raise _Unfit
+    return "made", output.index
+
+
+def _backward(replay: Replay, step: t.JointRun, program: Any) -> dict[str, Any]:
+    joint = step.joint
+    assert joint.backward is not None
+    held = tuple(dict.fromkeys(source for source in joint.backward_inputs if source.kind != "tangent"))
+    in_python = dict.fromkeys(
+        source for source in (joint.double.inputs if joint.double else ()) if source.kind != "tangent"
+    )
+    held += tuple(source for source in in_python if source not in held)  # what an order above this one reads
+    reads = [
+        (True, source.index, _layout(geom)) if source.kind == "tangent" else (False, held.index(source), _layout(geom))
+        for source, (_, geom) in zip(joint.backward_inputs, joint.backward.inputs, strict=True)
+    ]
+    positions = [w if isinstance(w, int) else None for w in step.wanted]
+    leaves = dict.fromkeys(position for position in positions if position is not None)
+    wanted = Replay.wanted_of(step, {position: position for position in leaves})  # type: ignore[arg-type]
+    return {
+        "backward": program,
+        "wanted": wanted,
+        "inputs": [_tensor(*step.inputs[source.index]) for source in held if source.kind == "input"],
+        "tangents": [-1 if r.tangent is None else r.tangent for r in joint.results],
+        "held": [
+            (source.kind, joint.saved[source.index] if source.kind == "saved" else source.index) for source in held
+        ],
+        "reads": reads,
+        "scalars": list(_backward_scalars(joint)),
+        "gradients": [-1 if at is None else at for at in joint.gradients],
+        "needs": [sorted(needs) for needs in joint.needs],
+        "inner": list(joint.inner),
+        "python": _python_backward(replay, step, held),
+    }
+
+
+def _tensor(memory: t.Memory, tensor: torch.Tensor | None) -> Any:
+    if tensor is not None:
+        return tensor
+    if type(memory) is t.FromArgument:
+        return memory.leaf
+    raise _Unfit
+
+
+def _backward_scalars(joint: Joint) -> Iterator[Row]:
+    for scalar in joint.backward_scalars:
+        if scalar.kind == "seed":
+            raise _Unfit
+        yield (scalar.value, None) if scalar.kind == "forward" else (-1, scalar.value)
+
+
+def _python_backward(replay: Replay, step: t.JointRun, held: Sequence[Any]) -> Callable[..., list[Any]]:
+    """The backward for gradients that are batched or are to have a graph of their own."""
+
+    def backward(
+        given: tuple[Any, ...],
+        versions: list[int],
+        scalars: list[Any] | None,
+        saved: list[Any],
+        gradients: list[Any],
+        needed: list[bool],
+    ) -> list[Any]:
+        numbers = evaluator(step.scalars)([]) if scalars is None else scalars
+        return replay.backward_of(step, held, given, tuple(versions), numbers).run(saved, gradients, needed)
+
+    return backward

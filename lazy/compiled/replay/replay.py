@@ -38,7 +38,8 @@ from torchlazy.lazy.compiled.replay.shared_steps import Steps
 from torchlazy.lazy.compiled.replay.split import split_by_forward, split_micro_batches
 from torchlazy.lazy.compiled.replay.state import ReplayState, copied, memory_copied, view_over
 from torchlazy.lazy.compiled.template import template as t
-from torchlazy.lazy.joint.function import DeeperBackward, JointHandles, run_joint
+from torchlazy.lazy.compiled.template.arguments import flat
+from torchlazy.lazy.joint.function import DeeperBackward, JointBackward, JointHandles, run_joint
 from torchlazy.lazy.numbers.expr import evaluator, hold, places_in
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.torch_private.dispatch import below_autograd, tensor_readers
@@ -50,7 +51,7 @@ from torchlazy.runtime.native.tensor_versions import TensorVersions
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # exactly of these classes: no errors
 # From a template, the arguments' structure (None: the call cannot be run again), the arguments, and the joint's wanted
 # inputs to what computes gradients of an order that was not recorded.
-Deeper = Callable[[t.CallTemplate, Any, Sequence[Any], Sequence[torch.Tensor]], DeeperBackward]
+Deeper = Callable[..., DeeperBackward]
 # From a replay, the number of the step behind which it cannot continue, and the state to the replay that can.
 Elsewhere: TypeAlias = "Callable[[Replay, int, ReplayState], Replay | None]"
 Handles = Callable[[t.Segment, bool], ProgramHandle]  # the bool: whether memory of the state stays where it is
@@ -155,14 +156,40 @@ class Replay:
         found = [generator for step in self.template.steps for generator in generators_of(step)]
         return tuple({id(generator): generator for generator in found if generator is not None}.values())
 
-    @property
-    def holds_always(self) -> bool:
-        """Whether it depends on no number and no value of the arguments."""
-        return self._holds_always
-
     def program_of(self, segment: t.Segment) -> Any:
         """The program that ran the segment last; None where none did."""
         return self._handles[id(segment)].compiled
+
+    def programs_of(self, step: t.JointRun) -> tuple[Any, Any]:
+        """The same of the joint's forward and backward."""
+        handles = self._joints[id(step)]
+        return handles.forward.compiled, handles.backward.compiled
+
+    def backward_of(
+        self,
+        step: t.JointRun,
+        held: Sequence[Any],
+        given: tuple[Any, ...],
+        versions: tuple[int, ...],
+        scalars: list[Any],
+    ) -> JointBackward:
+        """The backward of a joint that was run without Python. `held`: what its node saved, `versions`: see
+        `called_again`."""
+        wanted = self.wanted_of(step, given)
+        deeper = None
+        if self._deeper is not None:
+            knows = self._can_be_called_again and has_only_plain_leaves(given)
+            structure = flat(len(given)) if knows else None
+            deeper = self._deeper(self.template, structure, given, wanted, versions)
+        return JointBackward(self.recorder, step.joint, held, wanted, scalars, self._joints[id(step)], deeper)
+
+    @staticmethod
+    def wanted_of(step: t.JointRun, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """The tensors that the joint's gradients flow to."""
+        return [
+            _NOBODY if at is None else leaves[w] if isinstance(w, int) else w
+            for w, at in zip(step.wanted, step.joint.gradients, strict=True)
+        ]
 
     def holds(self, leaves: Sequence[Any]) -> bool:
         """Whether the free numbers pass the checks as in the captured call, and twins are equal."""
@@ -175,10 +202,19 @@ class Replay:
             return False
         if self._early and not hold(self._early_of, numbers, self._early):
             return False
+        return self.twins_hold()
+
+    def twins_hold(self) -> bool:
+        """Whether host tensors that were equal are."""
         for number, versions in enumerate(self._twin_versions):
             if not versions.hold() and not self._still_twins(self.template.twins[number]):
                 return False
         return True
+
+    def note_twins(self) -> None:
+        """They are equal now."""
+        for versions in self._twin_versions:
+            versions.note()
 
     @staticmethod
     def _still_twins(group: Sequence[torch.Tensor]) -> bool:
@@ -294,8 +330,7 @@ class Replay:
         for source, read in state.reads:
             state.sources[source] = read()
         results = self._ending_of(state).give(state)
-        for versions in self._twin_versions:
-            versions.note()
+        self.note_twins()
         self.recorder.let_go()
         return results
 
@@ -396,10 +431,7 @@ class Replay:
 
     def _joint(self, step: t.JointRun, state: ReplayState) -> list[torch.Tensor]:
         inputs = [tensor if tensor is not None else state.tensor(memory) for memory, tensor in step.inputs]
-        wanted: list[torch.Tensor] = [
-            _NOBODY if at is None else state.leaves[w] if isinstance(w, int) else w
-            for w, at in zip(step.wanted, step.joint.gradients, strict=True)
-        ]
+        wanted = self.wanted_of(step, state.leaves)
         scalars = self._scalars[id(step)](state.sources)
         deeper = None
         if self._deeper is not None:

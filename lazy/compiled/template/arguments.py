@@ -170,14 +170,15 @@ _SPELLED = frozenset({int, bool, float, complex})  # equal ones may be of other 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flat:
-    """Arguments without containers: their number by position, and names. Equal ones are one object (`_flat`)."""
+    """Arguments without containers: their number by position, and names. Equal ones are one object (`flat`)."""
 
     positional: int
     names: tuple[str, ...]
 
 
 @functools.lru_cache(_MOST_SEEN)
-def _flat(positional: int, names: tuple[str, ...]) -> Flat:
+def flat(positional: int, names: tuple[str, ...] = ()) -> Flat:
+    """The structure of so many arguments by position, and these by name."""
     return Flat(positional, names)
 
 
@@ -197,7 +198,7 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any], opens: Test = is
     """The leaves of the arguments, and the structure around them, which hashes. `opens`: objects to flatten."""
     leaves = [*args, *kwargs.values()]
     if _LEAVES.issuperset(map(type, leaves)):
-        return leaves, _flat(len(args), tuple(kwargs))
+        return leaves, flat(len(args), tuple(kwargs))
     leaves, spec = flatten_open((args, kwargs), opens)
     return leaves, Nested(spec, tuple(_oddities((args, kwargs), opens, {})))
 

@@ -1501,20 +1501,6 @@ std::unique_ptr<Sizes> sizes_of(const Log& log, const py::dict& given) {
   return sizes;
 }
 
-// What Python raised in a hook, as torch's own bindings expect it.
-template <class F>
-void with_errors_of_python(const F& function) {
-  try {
-    function();
-  } catch (py::error_already_set& error) {
-    py::gil_scoped_acquire gil;
-    error.restore();
-    python_error raised;
-    raised.persist();
-    throw raised;
-  }
-}
-
 void fallback(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   with_errors_of_python([&] { recorder->operator_comes(op, keys, stack); });
 }
@@ -1531,7 +1517,7 @@ void compute_for_reader(StorageImpl* storage) {
   with_errors_of_python([&] { recorder->compute_for(storage); });
 }
 
-void ReplayedCall::settle_pending() {
+void settle_pending() {
   if (!pending_memories.load(std::memory_order_relaxed)) return;
   auto hold = acquire();
   recorder->cut("compiled call");
@@ -1566,8 +1552,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init<const py::tuple&, const std::unordered_set<size_t>&, std::unordered_set<uintptr_t>>())
       .def("fit", [](const ArgumentCheck& check, const py::tuple& given) { return check.fit(given.ptr()); });
   py::class_<ReplayedCall>(m, "ReplayedCall")
-      .def(py::init<std::shared_ptr<ArgumentCheck>, py::object, std::shared_ptr<NativeProgram>, const py::sequence&, const py::list&, const py::list&>())
-      .def("run", &ReplayedCall::run);
+      .def(py::init<const py::dict&>())
+      .def("run", torch::wrap_pybind_function([](const ReplayedCall& call, const py::tuple& given) { return call.run(given); }));
   py::class_<Sample, std::shared_ptr<Sample>>(m, "Sample")
       .def("log", [](const Sample& s) { return dump(s, -1); })
       .def("log_with", &dump_with, py::arg("numbers"), py::arg("only") = -1)

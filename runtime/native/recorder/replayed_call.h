@@ -1,7 +1,7 @@
 // A call of a compiled callable without Python: its arguments are compared, its guards asked, its program run.
 //
 // Invariant: arguments that fit have the facts (lazy/compiled/template/argument_facts.py) of those that the check was
-// made with: none needs or has a gradient, no two are on one memory, and none on memory of the state.
+// made with: none has hooks or keeps a gradient, no two are on one memory, and none on memory of the state.
 #pragma once
 
 #include <c10/core/AutogradState.h>
@@ -9,6 +9,9 @@
 
 #include <algorithm>
 #include <unordered_set>
+
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/custom_class.h>
 
 #include "deferred.h"
 #include "program.h"
@@ -65,6 +68,7 @@ class ArgumentCheck {
     NativeProgram::Layout layout;
     int64_t offset = 0;
     size_t nbytes = 0;
+    bool requires_grad = false, is_leaf = true, has_gradient = false;
   };
   std::vector<Row> rows_;
   std::unordered_set<uintptr_t> memories_;
@@ -89,6 +93,8 @@ class ArgumentCheck {
       row.kind = TENSOR, row.value = py::none(), row.keys = t.key_set(), row.device = t.device();
       row.layout = {t.sizes().vec(), t.strides().vec(), t.scalar_type()};
       row.offset = t.storage_offset(), row.nbytes = t.storage().nbytes();
+      row.requires_grad = t.requires_grad(), row.is_leaf = t.is_leaf();
+      row.has_gradient = row.requires_grad && row.is_leaf && t.grad().defined();
     } else if (is_free) {
       row.kind = ANY;
     } else if (PyFloat_CheckExact(o)) {
@@ -100,13 +106,20 @@ class ArgumentCheck {
     return row;
   }
 
+  static bool graph_fits(const at::Tensor& t, const Row& row) {
+    const auto* autograd = t.unsafeGetTensorImpl()->autograd_meta();
+    if (!row.requires_grad) return !autograd || !(autograd->requires_grad() || autograd->grad().defined());
+    if (!t.requires_grad() || t.is_leaf() != row.is_leaf || t.retains_grad()) return false;
+    if (row.is_leaf && autograd->grad().defined() != row.has_gradient) return false;
+    return torch::autograd::impl::hooks(t).empty() && !torch::autograd::impl::post_acc_grad_hooks(t);
+  }
+
   const StorageImpl* fits(PyObject* value, const Row& row) const {
     const at::Tensor& t = THPVariable_Unpack(value);
     const TensorImpl* impl = t.unsafeGetTensorImpl();
     if (impl->key_set() != row.keys || t.scalar_type() != row.layout.dtype || t.device() != row.device) return nullptr;
     if (t.sizes() != c10::IntArrayRef(row.layout.sizes) || t.strides() != c10::IntArrayRef(row.layout.strides) || t.storage_offset() != row.offset) return nullptr;
-    const auto* autograd = const_cast<TensorImpl*>(impl)->autograd_meta();
-    if (autograd && (autograd->requires_grad() || autograd->grad().defined())) return nullptr;
+    if (!graph_fits(t, row)) return nullptr;
     const StorageImpl* memory = impl->unsafe_storage().unsafeGetStorageImpl();
     if (!memory || memory->nbytes() != row.nbytes || memories_.count(reinterpret_cast<uintptr_t>(memory))) return nullptr;
     PyObject* own = PyObject_GenericGetDict(value, nullptr);
@@ -117,76 +130,306 @@ class ArgumentCheck {
   }
 };
 
-// What the Python of a replay would do (lazy/compiled/replay/replay.py), where that is one program which writes nothing.
+// A tensor that a replay names: an argument of the call by its position, or one that is kept (position -1).
+struct Given {
+  int64_t argument;
+  at::Tensor kept;
+  explicit Given(const py::handle& h) : argument(THPVariable_Check(h.ptr()) ? -1 : py::cast<int64_t>(h)) {
+    if (argument < 0) kept = THPVariable_Unpack(h.ptr());
+  }
+  const at::Tensor& in(const py::tuple& given) const { return argument < 0 ? kept : THPVariable_Unpack(PyTuple_GET_ITEM(given.ptr(), argument)); }
+};
+
+// Of a call whose results need gradients: the program of its backward, and what connects the two (lazy/plan/joint.py).
+struct JointPart {
+  enum Kind { INPUT, RESULT, SAVED, TANGENT };
+  struct Source { Kind kind; int64_t index; };  // of an output of the forward, or of a tangent
+  struct BackwardInput { bool is_tangent; int64_t index; NativeProgram::Layout layout; };  // index of a held tensor, or a tangent
+  std::shared_ptr<NativeProgram> backward;
+  std::vector<Given> wanted;
+  std::vector<int64_t> tangents;  // by the forward's results: the number of the gradient, -1 for none
+  std::vector<Source> held;       // what the backward reads, and where it is after the forward
+  std::vector<Given> inputs;      // those of kind INPUT
+  std::vector<BackwardInput> reads;
+  std::vector<std::pair<int64_t, int64_t>> scalars;  // a scalar of the forward, or (-1) this word
+  std::vector<int64_t> gradients;                    // by wanted input: the backward's output, -1 for none
+  std::vector<std::vector<int64_t>> needs;           // by wanted input: tangents without which it has no gradient
+  std::vector<std::pair<int64_t, std::vector<int64_t>>> inner;  // results that others are computed from, and these
+  py::object python;                                            // the backward in Python
+
+  explicit JointPart(const py::dict& spec) : backward(py::cast<std::shared_ptr<NativeProgram>>(spec["backward"])), python(spec["python"]) {
+    for (auto item : spec["wanted"]) wanted.emplace_back(item);
+    for (auto item : spec["inputs"]) inputs.emplace_back(item);
+    tangents = py::cast<std::vector<int64_t>>(spec["tangents"]);
+    for (auto [kind, index] : py::cast<std::vector<std::pair<std::string, int64_t>>>(spec["held"]))
+      held.push_back({kind == "input" ? INPUT : kind == "result" ? RESULT : SAVED, index});
+    for (auto item : spec["reads"]) {
+      auto t = py::cast<py::tuple>(item);
+      reads.push_back({py::cast<bool>(t[0]), py::cast<int64_t>(t[1]), NativeProgram::layout_of(t[2])});
+    }
+    for (auto item : spec["scalars"]) {  // (number, None), or (-1, value)
+      auto t = py::cast<py::tuple>(item);
+      const int64_t number = py::cast<int64_t>(t[0]);
+      scalars.emplace_back(number, number < 0 ? backward->word_of(scalars.size(), t[1]) : 0);
+    }
+    gradients = py::cast<std::vector<int64_t>>(spec["gradients"]);
+    needs = py::cast<std::vector<std::vector<int64_t>>>(spec["needs"]);
+    inner = py::cast<decltype(inner)>(spec["inner"]);
+  }
+};
+
+void settle_pending();  // what the recorder has deferred is computed: programs read memory past it
+
+// What Python raised in a hook, as torch's own bindings expect it.
+template <class F>
+void with_errors_of_python(const F& function) {
+  try {
+    function();
+  } catch (py::error_already_set& error) {
+    py::gil_scoped_acquire gil;
+    error.restore();
+    python_error raised;
+    raised.persist();
+    throw raised;
+  }
+}
+
+// Below autograd, autocast, inference mode and the recorder: as a program runs.
+struct AsProgram {
+  c10::InferenceMode apart{false};
+  at::AutoDispatchBelowAutograd below;
+  c10::impl::ExcludeDispatchKeyGuard alone{c10::autocast_dispatch_keyset | DispatchKeySet(KEY)};
+};
+
+// What a backward needs of the call that made its graph.
+struct JointState : torch::CustomClassHolder {
+  std::shared_ptr<const JointPart> joint;
+  NativeProgram::Words scalars;  // the forward's
+  std::vector<c10::weak_intrusive_ptr<TensorImpl, c10::UndefinedTensorImpl>> inner;  // results that others are computed from
+  std::vector<int64_t> versions;  // of the wanted inputs, and of the tensors among the arguments
+  py::object given, numbers;      // the arguments, and the scalars as Python has them
+  ~JointState() override {
+    if (Py_IsInitialized()) {
+      py::gil_scoped_acquire gil;
+      given = py::object(), numbers = py::object(), joint.reset();
+    } else {
+      given.release(), numbers.release(), new auto(std::move(joint));
+    }
+  }
+};
+
+// Results of the forward's program, with a graph whose backward is the other program.
+struct JointFunction : torch::autograd::Function<JointFunction> {
+  using variable_list = torch::autograd::variable_list;
+
+  static variable_list forward(torch::autograd::AutogradContext* ctx, c10::intrusive_ptr<JointState> state, const std::vector<at::Tensor>* made, const std::vector<at::Tensor>* inputs, const std::vector<int64_t>* positions, at::TensorList) {
+    const JointPart& joint = *state->joint;
+    variable_list results, fixed, held;
+    for (size_t i = 0; i < positions->size(); ++i) {
+      results.push_back((*made)[(*positions)[i]]);
+      if (joint.tangents[i] < 0) fixed.push_back(results.back());
+    }
+    ctx->mark_non_differentiable(fixed);
+    size_t next = 0;
+    for (const auto& [kind, index] : joint.held)
+      held.push_back(kind == JointPart::INPUT ? (*inputs)[next++] : kind == JointPart::RESULT ? results[index] : (*made)[index]);
+    ctx->save_for_backward(std::move(held));
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["state"] = c10::IValue::make_capsule(state);
+    return results;
+  }
+
+  static variable_list backward(torch::autograd::AutogradContext* ctx, const variable_list& grads) {
+    const auto state = c10::static_intrusive_pointer_cast<JointState>(ctx->saved_data.at("state").toCapsule());
+    const JointPart& joint = *state->joint;
+    refuse_looks_inside(*state, grads);
+    settle_pending();
+    const variable_list held = ctx->get_saved_variables();
+    size_t count = 0;
+    for (int64_t t : joint.tangents) count += t >= 0;
+    variable_list tangents(count);
+    bool is_plain = !at::GradMode::is_enabled(), has_some = false;
+    for (size_t i = 0; i < joint.tangents.size(); ++i) {
+      if (joint.tangents[i] < 0 || !grads[i].defined()) continue;
+      tangents[joint.tangents[i]] = grads[i], has_some = true;
+      is_plain &= grads[i].layout() == at::kStrided && !grads[i].key_set().has_any(NOT_PLAIN);
+    }
+    std::vector<bool> is_needed;
+    for (size_t i = 0; i < joint.wanted.size(); ++i) is_needed.push_back(ctx->needs_input_grad(i));
+    const size_t before = 4;  // arguments of `forward` that are no tensors
+    variable_list found(before + joint.wanted.size());
+    if (!has_some) return found.resize(before + std::max<size_t>(1, joint.wanted.size())), found;
+    if (!is_plain) {
+      py::gil_scoped_acquire gil;
+      py::list gradients;
+      for (const at::Tensor& g : grads) gradients.append(g.defined() ? py::cast(g) : py::none());
+      py::list made;
+      with_errors_of_python([&] { made = joint.python(state->given, state->versions, state->numbers, py::cast(held), gradients, py::cast(is_needed)); });
+      for (size_t i = 0; i < made.size() && i < joint.wanted.size(); ++i)
+        if (!made[i].is_none()) found[before + i] = py::cast<at::Tensor>(made[i]);
+      return found;
+    }
+    const AsProgram as_program;
+    std::vector<at::Tensor> memory;
+    for (const auto& [is_tangent, index, layout] : joint.reads) {
+      if (!is_tangent) memory.push_back(NativeProgram::window(held[index], layout, 0));
+      else memory.push_back(tangent(tangents[index], layout));
+    }
+    NativeProgram::Words scalars;
+    for (const auto& [number, word] : joint.scalars) scalars.push_back(number < 0 ? word : state->scalars[number]);
+    const std::vector<at::Tensor> made = joint.backward->run(memory, scalars);
+    for (size_t i = 0; i < joint.wanted.size(); ++i) {
+      const auto& needs = joint.needs[i];
+      const bool is_missing = !needs.empty() && std::none_of(needs.begin(), needs.end(), [&](int64_t t) { return tangents[t].defined(); });
+      if (joint.gradients[i] >= 0 && is_needed[i] && !is_missing) found[before + i] = made[joint.gradients[i]];
+    }
+    return found;
+  }
+
+ private:
+  // To torch the results are separate: what passes through one on the way from others is not seen at it.
+  static void refuse_looks_inside(const JointState& state, const variable_list& grads) {
+    for (size_t n = 0; n < state.inner.size(); ++n) {
+      const auto& users = state.joint->inner[n].second;
+      if (std::none_of(users.begin(), users.end(), [&](int64_t user) { return grads[user].defined(); })) continue;
+      const at::Tensor result(state.inner[n].lock());
+      if (!result.defined()) continue;
+      py::gil_scoped_acquire gil;
+      const py::object seen = py::cast(result);
+      const bool is_watched = result.retains_grad() || py::bool_(seen.attr("_backward_hooks"));
+      TORCH_CHECK(!is_watched, "torchlazy: a result of a compiled call has a hook or retains its gradient, and other results of the call are computed from it: the gradient that comes by way of these is not seen there / register the hook inside the function, or compute what is differentiated outside of it");
+    }
+  }
+
+  inline static const DispatchKeySet NOT_PLAIN{
+      DispatchKey::Python, DispatchKey::FuncTorchBatched, DispatchKey::BatchedNestedTensor, DispatchKey::FuncTorchGradWrapper,
+      DispatchKey::Batched, DispatchKey::Functionalize, DispatchKey::ZeroTensor, DispatchKey::Conjugate, DispatchKey::Negative};
+
+  // The memory of a gradient, all of it, laid out as the program has it.
+  static at::Tensor tangent(const at::Tensor& g, const NativeProgram::Layout& layout) {
+    if (!g.defined()) return at::empty_strided(layout.sizes, layout.strides, layout.dtype).zero_();
+    const bool is_whole = g.scalar_type() == layout.dtype && layout.fits(g) && !g.storage_offset() && g.storage().nbytes() == bytes_of(layout);
+    if (is_whole) return NativeProgram::window(g, layout, 0);
+    return at::empty_strided(layout.sizes, layout.strides, layout.dtype).copy_(g);
+  }
+  static size_t bytes_of(const NativeProgram::Layout& layout) {
+    int64_t last = 0;
+    for (size_t d = 0; d < layout.sizes.size(); ++d) {
+      if (!layout.sizes[d]) return 0;
+      last += (layout.sizes[d] - 1) * layout.strides[d];
+    }
+    return size_t(last + 1) * c10::elementSize(layout.dtype);
+  }
+};
+
+// What the Python of a replay would do (lazy/compiled/replay/replay.py), where that is one program, or a joint.
 class ReplayedCall {
  public:
-  struct Input { int64_t argument; at::Tensor kept; NativeProgram::Layout layout; };
-  // An output of the program, seen so; or an argument (output -1); or an object.
-  struct Result { int64_t output, argument; NativeProgram::Layout layout; int64_t offset; bool is_marked; py::object value; };
-
-  ReplayedCall(std::shared_ptr<ArgumentCheck> arguments, py::object holds, std::shared_ptr<NativeProgram> program, const py::sequence& scalars, const py::list& inputs, const py::list& results)
-      : arguments_(std::move(arguments)), holds_(std::move(holds)), program_(std::move(program)), scalars_(program_->words_of(scalars)) {
-    for (auto item : inputs) {  // (position of the argument, None, layout), or (-1, tensor, layout)
+  explicit ReplayedCall(const py::dict& spec)
+      : arguments_(py::cast<std::shared_ptr<ArgumentCheck>>(spec["arguments"])), holds_(spec["holds"]), program_(py::cast<std::shared_ptr<NativeProgram>>(spec["program"])) {
+    if (py::isinstance<py::sequence>(spec["scalars"])) scalars_ = program_->words_of(spec["scalars"]);
+    else numbers_ = spec["scalars"];
+    for (auto item : spec["inputs"]) {  // (tensor or position, layout)
       auto t = py::cast<py::tuple>(item);
-      Input input{py::cast<int64_t>(t[0]), {}, NativeProgram::layout_of(t[2])};
-      if (input.argument < 0) input.kept = NativeProgram::window(py::cast<at::Tensor>(t[1]), input.layout, 0);
+      Input input{Given(t[0]), NativeProgram::layout_of(t[1])};
+      if (input.given.argument < 0) input.given.kept = NativeProgram::window(input.given.kept, input.layout, 0);
       inputs_.push_back(std::move(input));
     }
-    for (auto item : results) {  // ("output", number, layout, offset, is marked), ("argument", position), ("object", value)
+    for (auto item : spec["made"]) {  // (position among the program's outputs, layout, offset, is marked)
+      auto t = py::cast<py::tuple>(item);
+      made_.push_back({py::cast<int64_t>(t[0]), NativeProgram::layout_of(t[1]), py::cast<int64_t>(t[2]), py::cast<bool>(t[3])});
+    }
+    for (auto item : spec["results"]) {  // ("made", number), ("leaf", number), ("argument", position), ("object", value)
       auto t = py::cast<py::tuple>(item);
       const auto kind = py::cast<std::string>(t[0]);
-      Result r{-1, -1, {}, 0, false, py::none()};
-      if (kind == "output") r.output = py::cast<int64_t>(t[1]), r.layout = NativeProgram::layout_of(t[2]), r.offset = py::cast<int64_t>(t[3]), r.is_marked = py::cast<bool>(t[4]);
-      else if (kind == "argument") r.argument = py::cast<int64_t>(t[1]);
-      else r.value = t[1];
+      Result r{kind == "made" ? MADE : kind == "leaf" ? LEAF : kind == "argument" ? ARGUMENT : OBJECT, 0, py::none()};
+      if (r.kind == OBJECT) r.value = t[1];
+      else r.number = py::cast<int64_t>(t[1]);
       results_.push_back(std::move(r));
     }
+    for (auto item : spec["raised"]) raised_.push_back(py::cast<at::Tensor>(item));
+    writes_ = py::cast<bool>(spec["writes"]);
+    if (!spec["before"].is_none()) before_ = spec["before"];
+    if (!spec["joint"].is_none()) joint_ = std::make_shared<JointPart>(py::cast<py::dict>(spec["joint"]));
   }
 
   // The results in flat order; None where the call is another one, or the program raised: nothing was done then.
   py::object run(const py::tuple& given) const {
-    if (!arguments_->fit(given.ptr())) return py::none();
-    if (!py::cast<bool>(holds_())) return py::none();
-    std::vector<at::Tensor> made;
+    if (!arguments_->fit(given.ptr()) || !py::cast<bool>(holds_())) return py::none();
+    if (before_) before_();
+    py::object numbers;
+    NativeProgram::Words drawn;
+    if (numbers_) numbers = numbers_(given), drawn = program_->words_of(numbers);
+    const NativeProgram::Words& scalars = numbers_ ? drawn : scalars_;
+    std::vector<at::Tensor> outputs;
     try {
       settle_pending();
       std::vector<at::Tensor> inputs;
       inputs.reserve(inputs_.size());
-      for (const Input& i : inputs_)
-        inputs.push_back(i.argument < 0 ? i.kept : NativeProgram::window(THPVariable_Unpack(PyTuple_GET_ITEM(given.ptr(), i.argument)), i.layout, 0));
+      for (const Input& i : inputs_) inputs.push_back(i.given.argument < 0 ? i.given.kept : NativeProgram::window(i.given.in(given), i.layout, 0));
       py::gil_scoped_release release;
-      c10::InferenceMode apart(false);
-      at::AutoDispatchBelowAutograd below;
-      c10::impl::ExcludeDispatchKeyGuard alone(c10::autocast_dispatch_keyset | DispatchKeySet(KEY));
-      made = program_->run(inputs, scalars_);
-    } catch (const py::error_already_set&) {
-      throw;
+      const AsProgram as_program;
+      outputs = program_->run(inputs, scalars);
     } catch (const std::exception&) {
+      if (writes_) throw;
       return py::none();  // Python does it again, and says what is wrong
     }
+    for (const at::Tensor& t : raised_) t.unsafeGetTensorImpl()->bump_version();
+    std::vector<at::Tensor> made;
+    for (const Made& m : made_) {
+      made.push_back(NativeProgram::window(outputs[m.output], m.layout, m.offset));
+      if (m.is_marked) mark(made.back());
+    }
+    if (joint_) made = with_graph(outputs, made, given, scalars, numbers);
     py::list found(results_.size());
     for (size_t n = 0; n < results_.size(); ++n) {
       const Result& r = results_[n];
-      if (r.output >= 0) {
-        at::Tensor t = NativeProgram::window(made[r.output], r.layout, r.offset);
-        if (r.is_marked) mark(t);
-        found[n] = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(t)));
-      } else {
-        found[n] = r.argument >= 0 ? py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(given.ptr(), r.argument)) : r.value;
+      switch (r.kind) {
+        case MADE: found[n] = py::cast(made[r.number]); break;
+        case LEAF: made[r.number].set_requires_grad(true), found[n] = py::cast(made[r.number]); break;
+        case ARGUMENT: found[n] = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(given.ptr(), r.number)); break;
+        case OBJECT: found[n] = r.value;
       }
     }
     return found;
   }
 
  private:
+  struct Input { Given given; NativeProgram::Layout layout; };
+  struct Made { int64_t output; NativeProgram::Layout layout; int64_t offset; bool is_marked; };
+  enum ResultKind { MADE, LEAF, ARGUMENT, OBJECT };
+  struct Result { ResultKind kind; int64_t number; py::object value; };
+
   std::shared_ptr<ArgumentCheck> arguments_;
-  py::object holds_;
+  py::object holds_, before_, numbers_;  // before_: what is done on the host first
   std::shared_ptr<NativeProgram> program_;
   NativeProgram::Words scalars_;
   std::vector<Input> inputs_;
+  std::vector<Made> made_;
   std::vector<Result> results_;
+  std::vector<at::Tensor> raised_;  // written tensors whose version tells so
+  bool writes_ = false;
+  std::shared_ptr<const JointPart> joint_;
 
-  static void settle_pending();  // what the recorder has deferred is computed: the program reads memory past it
+  std::vector<at::Tensor> with_graph(std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& made, const py::tuple& given, const NativeProgram::Words& scalars, const py::object& numbers) const {
+    auto state = c10::make_intrusive<JointState>();
+    state->joint = joint_, state->scalars = scalars, state->given = given;
+    state->numbers = numbers ? numbers : py::none();
+    std::vector<int64_t> positions;
+    for (size_t n = 0; n < made_.size(); ++n) positions.push_back(made_[n].output), outputs[made_[n].output] = made[n];
+    std::vector<at::Tensor> inputs, wanted;
+    for (const Given& g : joint_->inputs) inputs.push_back(g.in(given));
+    bool needs_any = false, has_tangents = false;
+    for (const Given& g : joint_->wanted) wanted.push_back(g.in(given)), needs_any |= wanted.back().requires_grad();
+    for (int64_t t : joint_->tangents) has_tangents |= t >= 0;
+    for (const at::Tensor& t : wanted) state->versions.push_back(t._version());
+    for (auto value : given)
+      if (THPVariable_Check(value.ptr())) state->versions.push_back(THPVariable_Unpack(value.ptr())._version());
+    if (has_tangents && !needs_any) wanted.push_back(at::empty({0}, at::TensorOptions().requires_grad(true)));  // its gradients lead to leaves of its own alone
+    const auto results = JointFunction::apply(state, &outputs, &inputs, &positions, at::TensorList(wanted));
+    for (const auto& [number, users] : joint_->inner) state->inner.emplace_back(results[number].getIntrusivePtr());
+    return results;
+  }
 };
 
 }  // namespace torchlazy

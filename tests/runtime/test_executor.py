@@ -223,8 +223,15 @@ def test_many_outputs_lists_and_scalars_in_extern_arguments() -> None:
     executable = make(
         None,
         inputs=(("x", meta(2, 3)), ("y", meta(2, 3))),
-        scalars=(("alpha", float),),
+        scalars=(("alpha", float), ("seed", int)),
         steps=(
+            ExternCall(
+                "aten.mul.Tensor", (ValueRef("x"), ValueRef("alpha", scalar=True)), (), ("scaled",), (meta(2, 3),)
+            ),
+            ExternCall(
+                "aten.full.default", ((1,), ValueRef("seed", scalar=True)),
+                (("dtype", torch.int64), ("device", "cpu")), ("seeded",), (meta(1, dtype=torch.int64),),
+            ),
             ExternCall("aten.cat.default", ((ValueRef("x"), ValueRef("y")), 1), (), ("both",), (meta(2, 6),)),
             ExternCall(
                 "aten.add.Tensor", (ValueRef("x"), ValueRef("y")), (("alpha", ValueRef("alpha", scalar=True)),),
@@ -237,11 +244,16 @@ def test_many_outputs_lists_and_scalars_in_extern_arguments() -> None:
                 ("zeros",), (meta(2, 2, dtype=torch.int64),),
             ),
         ),
-        outputs=("values", "low", "zeros"),
-        output_metas=(pair[0], meta(2, 3), meta(2, 2, dtype=torch.int64)),
+        outputs=("values", "low", "zeros", "scaled", "seeded"),
+        output_metas=(
+            pair[0], meta(2, 3), meta(2, 2, dtype=torch.int64), meta(2, 3), meta(1, dtype=torch.int64),
+        ),
     )  # fmt: skip
     x, y = torch.randn(2, 3), torch.randn(2, 3)
-    values, low, zeros = executable.run([x, y], [0.5])
+    seed = (1 << 62) + 1  # more digits than a float has
+    values, low, zeros, scaled, seeded = executable.run([x, y], [0.5, seed])
+    torch.testing.assert_close(scaled, x * 0.5)
+    assert seeded.item() == seed
     torch.testing.assert_close(values, torch.cat((x, y), 1).max(1).values)
     torch.testing.assert_close(low, (x + 0.5 * y).clamp(max=1.0))
     assert zeros.dtype is torch.int64 and not zeros.any()

@@ -65,7 +65,7 @@ class NativeProgram {
   struct Row { std::vector<int> buffers; std::vector<int64_t> sizes; std::vector<int> scalars; };
   struct Foreach { int (*function)(const int64_t*); std::vector<Row> rows; std::vector<int> scalars; std::vector<std::string> checks; };
   struct Argument {
-    enum Kind { CONSTANT, VALUE, SCALAR, LIST } kind = CONSTANT;
+    enum Kind { CONSTANT, VALUE, SCALAR, NUMBER, LIST } kind = CONSTANT;  // NUMBER: a scalar where a tensor is expected
     IValue constant;
     int place = 0;
     std::vector<Argument> items;
@@ -95,6 +95,11 @@ class NativeProgram {
     TORCH_CHECK_INDEX(false, "index out of range in ", what);
   }
   static Argument argument_of(const py::handle& h, c10::TypePtr type);
+  static at::Tensor as_tensor(const at::Scalar& number) {
+    at::Tensor t = c10::scalar_to_tensor(number);
+    t.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return t;
+  }
   IValue value_of_argument(const Argument& a, const std::vector<at::Tensor>& values, const Words& scalars) const;
 };
 
@@ -106,7 +111,8 @@ inline NativeProgram::Argument NativeProgram::argument_of(const py::handle& h, c
   if (h.is_none()) return a;
   if (py::isinstance<py::tuple>(h) && py::len(h) == 2 && py::isinstance<py::str>(py::cast<py::tuple>(h)[0])) {  // ("value" or "scalar", place)
     auto t = py::cast<py::tuple>(h);
-    a.kind = py::cast<std::string>(t[0]) == "value" ? Argument::VALUE : Argument::SCALAR;
+    const bool is_number = type->kind() == c10::TypeKind::TensorType;
+    a.kind = py::cast<std::string>(t[0]) == "value" ? Argument::VALUE : is_number ? Argument::NUMBER : Argument::SCALAR;
     a.place = py::cast<int>(t[1]);
     return a;
   }
@@ -158,11 +164,7 @@ inline NativeProgram::Argument NativeProgram::argument_of(const py::handle& h, c
       else if (py::isinstance<py::float_>(h)) number = py::cast<double>(h);
       else TORCH_CHECK(false, "a constant of another type");
       if (type->kind() == c10::TypeKind::NumberType) a.constant = number;
-      else {
-        at::Tensor t = c10::scalar_to_tensor(number);
-        t.unsafeGetTensorImpl()->set_wrapped_number(true);
-        a.constant = t;
-      }
+      else a.constant = as_tensor(number);
       return a;
     }
     default: TORCH_CHECK(false, "an argument of type ", type->str());
@@ -222,6 +224,7 @@ inline IValue NativeProgram::value_of_argument(const Argument& a, const std::vec
     case Argument::CONSTANT: return a.constant;
     case Argument::VALUE: return values[a.place];
     case Argument::SCALAR: return scalar_is_float_[a.place] ? IValue(std::bit_cast<double>(scalars[a.place])) : IValue(scalars[a.place]);
+    case Argument::NUMBER: return as_tensor(scalar_is_float_[a.place] ? at::Scalar(std::bit_cast<double>(scalars[a.place])) : at::Scalar(scalars[a.place]));
     case Argument::LIST:
       if (a.element->kind() == c10::TypeKind::TensorType) {
         c10::List<at::Tensor> list;

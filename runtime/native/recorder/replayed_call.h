@@ -34,9 +34,13 @@ class ArgumentCheck {
       PyObject* value = PyTuple_GET_ITEM(given, i);
       const Row& row = rows_[i];
       if (value == row.value.ptr() && row.kind == SAME) continue;
+      if (row.kind == OBJECT) {
+        if (PyWeakref_GetObject(row.value.ptr()) != value) return false;
+        continue;
+      }
       if (Py_TYPE(value) != row.type) return false;
       switch (row.kind) {
-        case ANY: break;
+        case ANY: case OBJECT: break;
         case BITS: if (bits_of(value) != row.bits) return false; break;
         case SAME: {
           const int equal = row.is_plain ? PyObject_RichCompareBool(value, row.value.ptr(), Py_EQ) : 0;
@@ -56,7 +60,7 @@ class ArgumentCheck {
 
  private:
   static constexpr size_t MOST_TENSORS = 16;
-  enum RowKind { SAME, ANY, BITS, TENSOR };
+  enum RowKind { SAME, ANY, BITS, TENSOR, OBJECT };  // OBJECT: one that guards follow, held weakly
   struct Row {
     RowKind kind = SAME;
     PyTypeObject* type = nullptr;
@@ -101,7 +105,10 @@ class ArgumentCheck {
       row.kind = BITS, row.bits = bits_of(o);
     } else {
       row.is_plain = PyLong_CheckExact(o) || PyBool_Check(o) || PyUnicode_CheckExact(o) || PyBytes_CheckExact(o) || o == Py_None;
-      TORCH_CHECK_VALUE(row.is_plain, "an argument of another kind");
+      if (row.is_plain) return row;
+      row.kind = OBJECT, row.value = py::reinterpret_steal<py::object>(PyWeakref_NewRef(o, nullptr));
+      if (!row.value) PyErr_Clear();
+      TORCH_CHECK_VALUE(row.value, "an argument of another kind");
     }
     return row;
   }

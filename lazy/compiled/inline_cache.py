@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from torchlazy.lazy.compiled.replay.native import NOT_YET, NativeReplay, native_replay
+from torchlazy.lazy.compiled.replay.native import NativeReplay, NeedsPython, native_replay
 from torchlazy.lazy.compiled.template.arguments import Flat, Structure
 from torchlazy.lazy.compiled.variants import CallSignature, Variant
 from torchlazy.lazy.record.recorder import Recorder
@@ -51,6 +51,8 @@ class InlineCache:
         self._recorder, self._audits = recorder, audits
         self._alike: RememberedCall | None = None
         self._native: NativeReplay | None = None  # of its variant
+        self.in_python = ""  # why there is none
+        self.count = 0  # calls replayed without Python
         self._waits = False  # for the program
         self._variant: Variant | None = None
         self._served, self._patience = 0, _FIRST_PATIENCE
@@ -93,6 +95,7 @@ class InlineCache:
         if native.after is not None:
             native.after()
         count_run(native.compiled)
+        self.count += 1
         return (alike.variant.results(leaves),)
 
     def forget(self) -> None:
@@ -115,10 +118,12 @@ class InlineCache:
         alike, self._waits = self._alike, False
         if alike is None:
             return
-        found = native_replay(LIBRARY.module, alike.variant.replay, alike.check, alike.variant.guards.holds)
-        self._waits = found is NOT_YET
-        if isinstance(found, NativeReplay):
-            self._native = found
+        variant, self.in_python = alike.variant, ""
+        try:
+            self._native = native_replay(LIBRARY.module, variant.replay, alike.check, variant.guards.holds)
+            self._waits = self._native is None
+        except NeedsPython as why:
+            self.in_python = str(why)
 
 
 def _alike(given: list[Any], key: Any, signature: CallSignature, variant: Variant) -> RememberedCall | None:

@@ -368,7 +368,8 @@ class CompileReport:
     Each call is counted once: `captures` ran their Python to be captured, `replays` ran without it, `audits` could have
     been replayed and ran it to be compared, `verified` ran it, only recorded. `variants` is how many templates there
     are; one that serves all sizes is one. `reasons` are why captures were made or refused, oldest first. `alarm` is
-    what an audit found, or empty.
+    what an audit found, or empty. Of the replays `native` were done in C++; `in_python` is why those of the last kind
+    of call that was looked at are not, or empty.
     """
 
     captures: int
@@ -378,6 +379,8 @@ class CompileReport:
     variants: int
     reasons: tuple[str, ...]
     alarm: str
+    native: int = 0
+    in_python: str = ""
 
     def __str__(self) -> str:
         calls = self.captures + self.replays + self.audits + self.verified
@@ -386,6 +389,10 @@ class CompileReport:
             f"{self.verified} ran their Python; {self.variants} templates"
         ]
         lines += [f"  {reason}" for reason in self.reasons]
+        if self.native:
+            lines.append(f"  {self.native} of the replays were done in C++")
+        if self.in_python:
+            lines.append(f"  replays are done in Python: {self.in_python}")
         if self.alarm:
             lines.append(f"  alarm: {self.alarm}")
         return "\n".join(lines)

@@ -16,6 +16,7 @@ from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.numbers.expr import evaluator
 from torchlazy.lazy.plan.joint import Joint
 from torchlazy.lazy.plan.loaded import Compiled
+from torchlazy.lazy.record.lent_memory import is_pinned
 from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.torch_private.settings import draw_seed
 from torchlazy.lazy.trace.geometry import Geometry
@@ -24,7 +25,6 @@ from torchlazy.lazy.trace.storage import LazyStorage
 from torchlazy.runtime.executor import Executable
 
 Row = tuple[Any, ...]
-NOT_YET = object()
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -38,22 +38,19 @@ class NativeReplay:
     after: Callable[[], None] | None = None
 
 
-class _Unfit(Exception):
-    """The replay needs Python."""
+class NeedsPython(Exception):
+    """The replay cannot run in C++; the message says why."""
 
 
 class _NotYet(Exception):
     """A program is not there yet."""
 
 
-def native_replay(library: Any, replay: Replay, check: Any, holds: Any) -> NativeReplay | object | None:
-    """The replay of calls that fit `check` where `holds()`; None where it needs Python, `NOT_YET` before its program is
-    there."""
+def native_replay(library: Any, replay: Replay, check: Any, holds: Any) -> NativeReplay | None:
+    """The replay of calls that fit `check` where `holds()`; None before its program is there. Raises NeedsPython."""
     try:
         spec, compiled, written = _described(replay)
     except _NotYet:
-        return NOT_YET
-    except _Unfit:
         return None
     if replay.template.twins:
         guards_hold = holds
@@ -68,16 +65,16 @@ def _described(replay: Replay) -> tuple[dict[str, Any], Compiled, tuple[LazyStor
     seeds = [other for other in others if type(other) is t.Seed]
     calls = [other for other in others if type(other) is t.HostCall]
     if template.checks or template.effects or template.hosts or len(seeds) + len(calls) < len(others):
-        raise _Unfit
+        raise NeedsPython("it checks numbers, leaves effects, or runs operators on ordinary tensors")
     if any(not hasattr(read, "leaf") for read in template.read_free):
-        raise _Unfit
+        raise NeedsPython("it reads numbers that are no arguments")
     scalars = _scalars(template, seeds, step)
     if type(step) is t.Segment:
         spec, compiled, written = _of_segment(replay, step, scalars)
     elif type(step) is t.JointRun:
         spec, compiled, written = _of_joint(replay, step, scalars)
     else:
-        raise _Unfit
+        raise NeedsPython("it is not one program at its end")
     spec |= {"before": _on_host(calls), "writes": spec["writes"] or bool(calls)}
     return spec, compiled, written
 
@@ -96,7 +93,7 @@ def _on_host(steps: Sequence[t.HostCall]) -> Callable[[], None] | None:
 
 def _host_arguments(step: t.HostCall) -> tuple[list[Any], dict[str, Any]]:
     if any(place is not None for place in step.made) or is_random(step.op):
-        raise _Unfit
+        raise NeedsPython("it runs operators on ordinary tensors that give others")
 
     def argument(value: Any) -> Any:
         if type(value) is t.HostKept:
@@ -104,7 +101,7 @@ def _host_arguments(step: t.HostCall) -> tuple[list[Any], dict[str, Any]]:
         if type(value) in (list, tuple):
             return [argument(item) for item in value]
         if not isinstance(value, _PLAIN):
-            raise _Unfit
+            raise NeedsPython("it runs operators on ordinary tensors that give others")
         return value
 
     return [argument(value) for value in step.args], {name: argument(value) for name, value in step.kwargs}
@@ -117,7 +114,7 @@ def _scalars(template: t.CallTemplate, seeds: Sequence[t.Seed], step: Any) -> An
         return evaluate([])
     read_free, count = template.read_free, template.sources
     if len(read_free) + len(seeds) != count:
-        raise _Unfit
+        raise NeedsPython("it draws from generators whose state it keeps")
 
     def scalars(given: tuple[Any, ...]) -> list[Any]:
         sources: list[Any] = [None] * count
@@ -134,7 +131,7 @@ def _native(compiled: Compiled | None) -> Any:
     if compiled is None:
         raise _NotYet
     if type(compiled.run) is not Executable or compiled.run.native is None:
-        raise _Unfit
+        raise NeedsPython("its program serves all sizes, or calls what C++ cannot")
     return compiled.run.native
 
 
@@ -146,7 +143,7 @@ def _of_segment(
 ) -> tuple[dict[str, Any], Compiled, tuple[LazyStorage, ...]]:
     trace, template = segment.trace, replay.template
     if trace.donations or trace.writes or template.versions:
-        raise _Unfit
+        raise NeedsPython("it writes to its state")
     compiled = replay.program_of(segment)
     program = _native(compiled)
     made: list[Row] = []
@@ -162,20 +159,25 @@ def _input(memory: t.Memory, geom: Geometry) -> Row:
     if not geom.bits and not geom.offset:
         if type(memory) is t.FromArgument:
             return memory.leaf, _layout(geom)
-        if type(memory) is t.FromState and memory.storage.poison is None and memory.storage.real is not None:
+        if type(memory) is t.FromState and _stays(memory.storage):
             return memory.storage.real, _layout(geom)
-    raise _Unfit
+    raise NeedsPython("it reads memory that is not an ordinary tensor's, all of it")
+
+
+def _stays(storage: LazyStorage) -> bool:
+    """Whether it stands for an ordinary tensor's memory, which it has as long as the guards hold."""
+    return storage.base.device.type != "lazy" and is_pinned(storage) and storage.poison is None
 
 
 def _results_of_segment(template: t.CallTemplate, segment: t.Segment, made: list[Row]) -> Iterator[Row]:
     outputs = {target.place: n for n, target in enumerate(segment.targets) if type(target) is t.FromStep}
     if len(outputs) < len(segment.targets):
-        raise _Unfit
+        raise NeedsPython("it writes to its state")
     for result in template.results:
         if type(result) is t.TensorResult and type(result.memory) is t.FromStep:
             number = outputs.pop(result.memory.place, None)
             if number is None or not _is_plain(result, segment.trace.outputs[number][1]):
-                raise _Unfit
+                raise NeedsPython("a result shares memory")
             yield "made", len(made)
             made.append((number, _layout(result.geometry), result.geometry.offset, result.is_marked))
         else:
@@ -187,7 +189,7 @@ def _as_it_is(result: t.Result) -> Row:
         return "argument", result.leaf
     if type(result) is t.SameObject:
         return "object", result.value
-    raise _Unfit
+    raise NeedsPython("a result is no new tensor")
 
 
 def _is_plain(result: t.TensorResult, made: Geometry) -> bool:
@@ -213,9 +215,9 @@ def _of_joint(
 ) -> tuple[dict[str, Any], Compiled, tuple[LazyStorage, ...]]:
     joint, template = step.joint, replay.template
     if joint.updates or joint.backward_writes or template.versions or joint.backward is None:
-        raise _Unfit
+        raise NeedsPython("its backward writes, or it writes under autograd")
     if joint.backward.donations or any(result.freed is not None for result in joint.results):
-        raise _Unfit
+        raise NeedsPython("parts of its graph are freed each by a backward of its own")
     forward, backward = replay.programs_of(step)
     program = _native(forward)
     raised, written = _written(step)
@@ -236,7 +238,7 @@ def _of_joint(
 
 def _plain(geom: Geometry) -> Geometry:
     if geom.bits or geom.offset or geom.device.type != "cpu":
-        raise _Unfit
+        raise NeedsPython("a result is a view, or not on the CPU")
     return geom
 
 
@@ -245,16 +247,16 @@ def _written(step: t.JointRun) -> tuple[list[torch.Tensor], tuple[LazyStorage, .
     joint = step.joint
     places = {output: joint.forward_inputs[given] for output, given in joint.forward.donations}
     if places != {write.position: write.input for write in joint.writes}:
-        raise _Unfit
+        raise NeedsPython("it writes to memory that is not its state's")
     raised, written = [], []
     for number in places.values():
         memory, tensor = step.inputs[number]
         if type(memory) is not t.FromState:
-            raise _Unfit
+            raise NeedsPython("it writes to memory that is not its state's")
         written.append(memory.storage)
         if number not in step.unraised:
             if tensor is None:
-                raise _Unfit
+                raise NeedsPython("it writes to memory that is not its state's")
             raised.append(tensor)
     return raised, tuple(written)
 
@@ -264,12 +266,12 @@ def _result_of_joint(joint: Joint, result: t.Result) -> Row:
         return _as_it_is(result)
     output = joint.outputs[result.index]
     if output.source != "result" or not output.is_whole:
-        raise _Unfit
+        raise NeedsPython("a result is a view")
     has_graph = joint.results[output.index].tangent is not None
     if result.is_leaf and not has_graph:
         return "leaf" if result.requires_grad else "made", output.index
     if result.requires_grad != has_graph:
-        raise _Unfit
+        raise NeedsPython("a result is detached")
     return "made", output.index
 
 
@@ -310,13 +312,13 @@ def _tensor(memory: t.Memory, tensor: torch.Tensor | None) -> Any:
         return tensor
     if type(memory) is t.FromArgument:
         return memory.leaf
-    raise _Unfit
+    raise NeedsPython("it reads memory that is not an ordinary tensor's, all of it")
 
 
 def _backward_scalars(joint: Joint) -> Iterator[Row]:
     for scalar in joint.backward_scalars:
         if scalar.kind == "seed":
-            raise _Unfit
+            raise NeedsPython("its backward draws random numbers")
         yield (scalar.value, None) if scalar.kind == "forward" else (-1, scalar.value)
 
 

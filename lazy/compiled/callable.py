@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -224,7 +225,10 @@ class CompiledCallable:
                 passed = Passed(args, kwargs, structure, tuple(given), tuple(leaves), self._kinds.opens)
                 with exclusive(recorder):
                     if audited is not None:
-                        return self._audit(audited, signature, passed, key)
+                        begun = time.perf_counter()
+                        found = self._audit(audited, signature, passed, key)
+                        audited.schedule.audited(begun)
+                        return found
                     return self._capture(signature, passed, again, key)
         return _NOT_SERVED
 

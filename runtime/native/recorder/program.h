@@ -12,6 +12,7 @@
 #include <variant>
 
 #include "log.h"
+#include "pool.h"
 
 namespace torchlazy {
 
@@ -241,6 +242,7 @@ inline IValue NativeProgram::value_of_argument(const Argument& a, const std::vec
 }
 
 inline std::vector<at::Tensor> NativeProgram::run(std::vector<at::Tensor>& inputs, const Words& scalars) const {
+  const Pool::Use pooled;
   std::vector<at::Tensor> v(slots_);
   for (size_t i = 0; i < inputs_.size(); ++i) v[inputs_[i]] = inputs[i];
   std::vector<at::Tensor> donated(donations_.size());

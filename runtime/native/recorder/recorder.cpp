@@ -1568,7 +1568,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         for (const auto& place : number_places(s.log)) found.emplace_back(int(place.kind), place.is_result, place.entry);
         return found;
       });
+  Pool::install();
   m.def("exchange_works", &exchange_works);
+  m.def("pooled_bytes", [] { return Pool::the().held(); });  // that no tensor has
   m.def("set_hooks", [](py::object hooks) { recorder->hooks = new py::object(std::move(hooks)); });
   m.def("include", [](bool on) {  // whether this thread's operators are recorded; returns whether they were
     const bool was = c10::impl::tls_is_dispatch_key_included(KEY);
@@ -1638,11 +1640,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     }
   });
   m.def("after_fork", [](bool is_child) {
-    if (is_child) new (&recorder->lock) std::recursive_mutex;
+    if (is_child) new (&recorder->lock) std::recursive_mutex, Pool::the().after_fork();
     else if (has_lock) recorder->lock.unlock();
     has_lock = false;
   });
-  m.def("forget", [] { auto hold = acquire(); recorder->cut("forget"); recorder->forget(); });
+  m.def("forget", [] { auto hold = acquire(); recorder->cut("forget"); recorder->forget(); Pool::the().empty(); });
   m.def("for_tests", [](size_t least, bool compares) { recorder->least_entries = least, recorder->compares_times = compares; });
   m.def("counts", [] {
     auto hold = acquire();

@@ -520,9 +520,14 @@ class CompiledCallable:
         """What became of the calls so far."""
         kept = [variant for signature in self._signatures.values() for variant in signature.variants]
         variants = len({id(one.sized if isinstance(one, SizedVariant) else one) for one in kept})
-        cache, reasons = self._alike, tuple(self._told_of.reasons)
-        told = {"native": cache.count, "in_python": cache.in_python}
-        return CompileReport(**self._counts, variants=variants, reasons=reasons, alarm=self._alarm, **told)
+        return CompileReport(
+            **self._counts,
+            variants=variants,
+            reasons=tuple(self._told_of.reasons),
+            alarm=self._alarm,
+            native=self._alike.count,
+            in_python=self._alike.in_python,
+        )
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         """A compiled method: one compiled callable for each object, kept by the object."""

@@ -70,6 +70,7 @@ class InlineCache:
     def replayed(self, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Any) -> tuple[Any] | None:
         """The value of a call that was replayed without Python; None where nothing was done."""
         native, alike, recorder = self._native, self._alike, self._recorder
+        driver: Any = recorder.driver
         if (
             native is None
             or alike is None
@@ -81,7 +82,7 @@ class InlineCache:
             or recorder.inputs
             or recorder.rematerializing
             or recorder.mode_depth
-            or recorder.driver.listeners
+            or driver.listeners
         ):
             return None
         leaves = native.call.run(args)

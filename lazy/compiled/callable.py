@@ -91,7 +91,7 @@ class CompiledCallable:
         self.driver: Any = self.recorder.driver
         self._signatures = CallSignatures()
         self._numbers = VaryingNumbers(settings.dynamic)
-        self._counts = dict.fromkeys(("captures", "replays", "verified", "audits"), 0)
+        self._counts = dict.fromkeys(("captures", "replays", "native", "verified", "audits"), 0)
         self._told_of = notes = CallNotes(function)
         self._note, self._warn, self._label = notes.note, notes.warn, notes.label
         self._alarm = ""
@@ -107,7 +107,7 @@ class CompiledCallable:
         )
         self._shared = SharedSteps()
         self._ambience = RememberedContext(self.recorder)
-        self._alike = InlineCache(self.recorder, settings.audit)
+        self._alike = InlineCache(self.recorder, settings.audit, self._counts)
         self._kinds = OpenKinds()  # classes of arguments whose objects come and go
         self._sizes_vary = False
         self._never = never_replayed(function)
@@ -141,7 +141,6 @@ class CompiledCallable:
             return self._run_python(args, kwargs)
         replayed = self._alike.replayed(args, kwargs, settings)
         if replayed is not None:
-            self._counts["replays"] += 1
             return replayed[0]
         with with_dynamic(self._dynamic_programs), COLLECTIVE_LOG:
             if not recorder.mode_depth and not BLOCKS.may_record:
@@ -151,7 +150,6 @@ class CompiledCallable:
                     known = self._ambience.known()
                     replayed = self._alike.replayed(args, kwargs, known)
                     if replayed is not None:
-                        self._counts["replays"] += 1
                         return replayed[0]
                     found = self._served(args, kwargs, known)
             if found is _NOT_SERVED:
@@ -525,7 +523,6 @@ class CompiledCallable:
             variants=variants,
             reasons=tuple(self._told_of.reasons),
             alarm=self._alarm,
-            native=self._alike.count,
             in_python=self._alike.in_python,
         )
 

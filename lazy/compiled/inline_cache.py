@@ -1,7 +1,7 @@
 """The inline cache of a compiled callable: a call with arguments like those of the last one needs no facts.
 
 Invariant: where `known` gives something, flattening the arguments and computing their facts would lead to the same
-signature, and no argument is on memory that the variant's state is on. Where `served` gives something, the replay in
+signature, and no argument is on memory that the variant's state is on. Where `replayed` gives something, the replay in
 Python would have given the same.
 """
 
@@ -45,14 +45,13 @@ class RememberedCall:
 
 
 class InlineCache:
-    """Remembers one call. `audits`: whether replays are audited."""
+    """Remembers one call. `audits`: whether replays are audited; `counts` has those of the callable's calls."""
 
-    def __init__(self, recorder: Recorder, audits: bool) -> None:
-        self._recorder, self._audits = recorder, audits
+    def __init__(self, recorder: Recorder, audits: bool, counts: dict[str, int]) -> None:
+        self._recorder, self._audits, self._counts = recorder, audits, counts
         self._alike: RememberedCall | None = None
         self._native: NativeReplay | None = None  # of its variant
         self.in_python = ""  # why there is none
-        self.count = 0  # calls replayed without Python
         self._waits = False  # for the program
         self._variant: Variant | None = None
         self._served, self._patience = 0, _FIRST_PATIENCE
@@ -77,6 +76,8 @@ class InlineCache:
             or kwargs
             or settings is not alike.settings
             or not alike.signature.is_first(alike.variant)
+            or alike.variant.is_given_up
+            or alike.variant.needs_audit
             or (self._audits and alike.variant.schedule.is_next())
             or recorder.entries
             or recorder.inputs
@@ -96,7 +97,8 @@ class InlineCache:
         if native.after is not None:
             native.after()
         count_run(native.compiled)
-        self.count += 1
+        self._counts["replays"] += 1
+        self._counts["native"] += 1
         return (alike.variant.results(leaves),)
 
     def forget(self) -> None:

@@ -194,6 +194,16 @@ def test_a_weight_that_was_written_or_moved_is_seen() -> None:
                 torch.testing.assert_close(program.run(*program.given()).cpu(), program.plain(*program.given()).cpu())
 
 
+@pytest.mark.parametrize("why", ["is_given_up", "needs_audit"])
+def test_a_variant_that_may_not_serve_is_not_replayed(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a template for all sizes, once an audit of its family differs, or before the first one."""
+    program = Program()
+    remembered = program.run._alike._alike
+    monkeypatch.setattr(type(remembered.variant), why, property(lambda variant: True))
+    with torch.no_grad():
+        assert program.replayed(*program.given()) is None
+
+
 def test_what_is_deferred_is_computed_first() -> None:
     program = Program()
     with torch.no_grad(), torchlazy.lazy_mode():

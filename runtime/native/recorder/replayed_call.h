@@ -149,8 +149,8 @@ struct Given {
 
 // Of a call whose results need gradients: the program of its backward, and what connects the two (lazy/plan/joint.py).
 struct JointPart {
-  enum Kind { INPUT, RESULT, SAVED, TANGENT };
-  struct Source { Kind kind; int64_t index; };  // of an output of the forward, or of a tangent
+  enum Kind { INPUT, RESULT, SAVED };
+  struct Source { Kind kind; int64_t index; };  // of a result, or of an output of the forward
   struct BackwardInput { bool is_tangent; int64_t index; NativeProgram::Layout layout; };  // index of a held tensor, or a tangent
   std::shared_ptr<NativeProgram> backward;
   std::vector<Given> wanted;
@@ -315,17 +315,9 @@ struct JointFunction : torch::autograd::Function<JointFunction> {
   // The memory of a gradient, all of it, laid out as the program has it.
   static at::Tensor tangent(const at::Tensor& g, const NativeProgram::Layout& layout) {
     if (!g.defined()) return at::empty_strided(layout.sizes, layout.strides, layout.dtype).zero_();
-    const bool is_whole = g.scalar_type() == layout.dtype && layout.fits(g) && !g.storage_offset() && g.storage().nbytes() == bytes_of(layout);
+    const bool is_whole = g.scalar_type() == layout.dtype && layout.fits(g) && !g.storage_offset() && g.storage().nbytes() == at::detail::computeStorageNbytes(layout.sizes, layout.strides, c10::elementSize(layout.dtype));
     if (is_whole) return NativeProgram::window(g, layout, 0);
     return at::empty_strided(layout.sizes, layout.strides, layout.dtype).copy_(g);
-  }
-  static size_t bytes_of(const NativeProgram::Layout& layout) {
-    int64_t last = 0;
-    for (size_t d = 0; d < layout.sizes.size(); ++d) {
-      if (!layout.sizes[d]) return 0;
-      last += (layout.sizes[d] - 1) * layout.strides[d];
-    }
-    return size_t(last + 1) * c10::elementSize(layout.dtype);
   }
 };
 

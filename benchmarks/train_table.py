@@ -6,9 +6,10 @@ python benchmarks/train_table.py --job infer --ways eager lazy
 
 A training step is forward, cross-entropy in float32, backward, AdamW (foreach) and zero_grad; on CUDA under bfloat16
 autocast. All ways of one model live in one process and take turns, so that a slow minute of the machine falls on all of
-them; every model has a process of its own with a time limit, so that one failure does not end the run. Cold start is
-the time of the first steps up to the steady state. Reported is the median over turns; with CUDA the clock is a pair of
-events around a turn.
+them; with `--apart` each has a process of its own, as programs of users have, and shares neither caches nor memory with
+another way. Every model has processes of its own with a time limit, so that one failure does not end the run. Cold
+start is the time of the first steps up to the steady state. Reported is the median over turns; with CUDA the clock is a
+pair of events around a turn.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torchlazy
@@ -139,6 +140,12 @@ def warm_up(step: Callable[[], torch.Tensor], placement: Placement, steps: int, 
         step()  # audits are frequent in the first calls: after these the next one is far away
 
 
+def without_programs(placement: Placement) -> dict[str, Any]:
+    """What was not compiled, or not replayed as a graph, and why."""
+    found = placement.metrics()
+    return {name: found[name] for name in ("graph_replays", "fallbacks") if found.get(name)}
+
+
 def measure(job: Job, options: argparse.Namespace) -> list[Measured]:
     """All ways of one model in this process: warm each up alone, then take turns."""
     results = [Measured(way) for way in options.ways]
@@ -157,7 +164,8 @@ def measure(job: Job, options: argparse.Namespace) -> list[Measured]:
             alive.append((measured, placement, step))
             if placement.way in OUR_MODES:
                 print(f"{measured.way}: {step.report()}", file=sys.stderr)  # type: ignore[attr-defined]
-                print({k: v for k, v in torchlazy.metrics()["fallbacks"].items()}, file=sys.stderr)
+            if placement.is_lazy:
+                print(f"{measured.way}: {without_programs(placement)}", file=sys.stderr)
         except Exception as error:  # a way that fails leaves a line in the table, and the others their turn
             traceback.print_exc()
             measured.error = f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:80] if str(error) else ''}"
@@ -171,22 +179,29 @@ def measure(job: Job, options: argparse.Namespace) -> list[Measured]:
     return results
 
 
-def run_in_child(name: str, options: argparse.Namespace) -> list[Measured]:
-    """Measure one model in a process of its own."""
-    command = [sys.executable, __file__, "--child", name, "--job", options.job, "--ways", *options.ways]
+def run_model(name: str, options: argparse.Namespace) -> list[Measured]:
+    """All ways of one model: in one process, or each in its own."""
+    if not options.apart:
+        return run_in_child(name, options, options.ways)
+    return [measured for way in options.ways for measured in run_in_child(name, options, [way])]
+
+
+def run_in_child(name: str, options: argparse.Namespace, ways: list[Way]) -> list[Measured]:
+    """Measure some ways of one model in a process of its own."""
+    command = [sys.executable, __file__, "--child", name, "--job", options.job, "--ways", *ways]
     command += ["--target", options.target, "--turns", str(options.turns), "--steps", str(options.steps)]
     command += ["--warmup", str(options.warmup), *(["--batch", str(options.batch)] if options.batch else [])]
     command += ["--bf16" if options.bf16 else "--no-bf16"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=options.limit, check=False)
     except subprocess.TimeoutExpired:
-        return [Measured("all", error=f"over the limit of {options.limit} s")]
+        return [Measured(" ".join(ways), error=f"over the limit of {options.limit} s")]
     for line in done.stdout.splitlines():
         if line.startswith(MARK):
             print(done.stderr, file=sys.stderr, end="")
             return [Measured(**fields) for fields in json.loads(line[len(MARK) :])]
     print(done.stdout, done.stderr, file=sys.stderr)
-    return [Measured("all", error=f"the process ended with {done.returncode}; see its output above")]
+    return [Measured(" ".join(ways), error=f"the process ended with {done.returncode}; see its output above")]
 
 
 def table(rows: list[tuple[Job, list[Measured]]], options: argparse.Namespace) -> str:
@@ -224,6 +239,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="steps in a turn")
     parser.add_argument("--warmup", type=int, default=5, help="first steps, counted as cold start")
     parser.add_argument("--limit", type=int, default=300, help="seconds for one model")
+    parser.add_argument("--apart", action="store_true", help="each way in a process of its own")
     parser.add_argument("--child", choices=sorted(JOBS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.bf16 is None:
@@ -248,7 +264,7 @@ def main() -> int:
     rows = []
     for name in names:
         print(f"{name}: {JOBS[name].about}", file=sys.stderr, flush=True)
-        rows.append((JOBS[name], run_in_child(name, options)))
+        rows.append((JOBS[name], run_model(name, options)))
     print(table(rows, options))
     return 0 if all(not m.error for _, results in rows for m in results) else 1
 

@@ -84,7 +84,7 @@ class Executable:
         not there yet."""
         library = LIBRARY.module  # whoever records or replays natively has it compiled
         if not self._asked_native and library is not None:
-            self._asked_native, self._native = True, native_program(library, self.program, self._kernels)
+            self._asked_native, self._native = True, native_program(library, self.program, self._kernels, self._device)
         return self._native
 
     def where_failed(self, error: Exception) -> tuple[Sequence[Step], Mapping[str, Any]] | None:
@@ -104,6 +104,8 @@ class Executable:
         except Exception as error:
             held = dict(zip([name for name, _ in self.program.inputs], inputs, strict=True))
             setattr(error, _PLACE, (self.program.steps[: self._native.failed + 1], held))
+            if not self._native.has_run:  # it may be that C++ alone cannot
+                self._native = None
             inputs.clear()
             raise
 
@@ -123,9 +125,11 @@ class Executable:
                 return self.run(inputs, scalars)
         if not self._asked_native:
             self._runs += 1
-            if self._runs > _RUNS_IN_PYTHON and self._device is None:
+            if self._runs > _RUNS_IN_PYTHON:
                 _ = self.native
         function = self._function if self._native is None else self._run_native
+        if self._device is not None and torch.cuda.is_current_stream_capturing():
+            function = self._function  # which knows of the tables that a graph needs
         with torch._C._AutoDispatchBelowAutograd():
             if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
                 with ExitStack() as stack:

@@ -56,7 +56,7 @@ class RunsInPython:
             if not moved:
                 metrics.graph_replays += 1
                 return graph.run(memory, scalars)
-            if not _is_another(len(moved), len(memory)):
+            if not _is_another(moved, memory):
                 self._moving.update(moved)
                 self._graphs.remove(graph)
                 self._captures += 1
@@ -91,7 +91,7 @@ class RunsInPython:
         if self._runs:
             pairs = zip(addresses, self._addresses, strict=True)
             moved = [number for number, (now, before) in enumerate(pairs) if now != before]
-            if _is_another(len(moved), len(addresses)):
+            if _is_another(moved, memory):
                 self._runs = 0
             else:
                 self._moving.update(moved)
@@ -104,6 +104,8 @@ class RunsInPython:
         return None
 
 
-def _is_another(moved: int, inputs: int) -> bool:
-    """Whether so many inputs that moved say that another model runs: its parameters are the most of them."""
-    return 2 * moved > inputs
+def _is_another(moved: list[int], memory: list[torch.Tensor]) -> bool:
+    """Whether what moved says that another model runs: parameters are the most of the inputs and of their bytes."""
+    if 2 * len(moved) <= len(memory):
+        return False
+    return 2 * sum(memory[n].nbytes for n in moved) > sum(tensor.nbytes for tensor in memory)

@@ -158,7 +158,8 @@ class Programs:
             list(learned.equal),
             list(learned.fixed),
             list(learned.outputs),
-            found.compiled.run.native if type(found.compiled.run) is Executable else None,  # else it is for all sizes
+            # Else it is for all sizes, or on a GPU, where it becomes a CUDA graph.
+            found.compiled.run.native if type(found.compiled.run) is Executable and device == "cpu" else None,
         )
 
     def _begun(self, known: KnownLog, trace: CutTrace, device: str, *form: Any) -> KnownTrace:

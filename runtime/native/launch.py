@@ -52,17 +52,33 @@ class LaunchShape:
     kept: tuple[Any, ...] = ()
 
 
-def native_launcher(compiled: Any, shape: LaunchShape) -> Callable[..., int] | None:
-    """The launcher of a loaded `triton.compiler.CompiledKernel`; None where Triton's has to launch it."""
+@dataclass(frozen=True)
+class DriverLaunch:
+    """How the driver launches a variant: `driver` is where cuLaunchKernel and cuGetErrorString are, `function` the
+    kernel's handle, `threads` and `shared` the size of a block and its bytes of shared memory."""
+
+    driver: tuple[int, ...]
+    function: int
+    threads: int
+    shared: int
+    shape: LaunchShape
+
+
+def driver_launch(compiled: Any, shape: LaunchShape) -> DriverLaunch | None:
+    """Of a loaded `triton.compiler.CompiledKernel`; None where Triton's launcher has to launch it."""
     metadata, function = compiled.metadata, compiled.function
     is_plain = all(getattr(metadata, name, plain) == plain for name, plain in _PLAIN.items())
-    is_plain = is_plain and not any(
-        getattr(metadata, name, None) for name in ("tensordesc_meta", "instrumentation_mode")
-    )
+    is_plain = is_plain and not any(getattr(metadata, name, None) for name in _EXTRAS)
     driver = _driver()
     if driver is None or not is_plain or type(function) is not int:
         return None
-    return launcher_of(driver, function, _WARP * metadata.num_warps, metadata.shared, shape)
+    return DriverLaunch(driver, function, _WARP * metadata.num_warps, metadata.shared, shape)
+
+
+def native_launcher(compiled: Any, shape: LaunchShape) -> Callable[..., int] | None:
+    """The launcher of a loaded `triton.compiler.CompiledKernel`; None where Triton's has to launch it."""
+    found = driver_launch(compiled, shape)
+    return None if found is None else launcher_of(found.driver, found.function, found.threads, found.shared, shape)
 
 
 def launcher_of(

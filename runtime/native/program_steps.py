@@ -1,7 +1,7 @@
 """A loaded program as the native recorder's library runs it: its steps by number, kernels by address.
 
-Invariant: what it refuses (a kernel that is not C++, sizes that vary, a constant without a form in C++) runs as the
-program's Python function; the results are the same.
+Invariant: what it refuses (a kernel of Numba, sizes that vary, a constant without a form in C++) runs as the program's
+Python function; the results are the same.
 """
 
 from __future__ import annotations
@@ -24,16 +24,13 @@ from torchlazy.runtime.program.steps import CALLED_AS, resolve_overload
 from torchlazy.runtime.toolchains.toolchain import LoadedKernel
 
 
-def native_program(library: Any, program: Program, kernels: Sequence[LoadedKernel]) -> Any:
-    """The program in C++; None where it has to run in Python."""
-    if program.symbols or any(getattr(kernel.function, "packed", None) is None for kernel in kernels):
-        return None
-    metas = (*(meta for _, meta in program.inputs), *program.output_metas)
-    if any(meta.device != "cpu" for meta in metas):
+def native_program(library: Any, program: Program, kernels: Sequence[LoadedKernel], device: int | None) -> Any:
+    """The program in C++; None where it has to run in Python. `device`: of its CUDA kernels, None on the CPU."""
+    if program.symbols:
         return None
     try:
-        return library.Program(_Steps(program, kernels).spec())
-    except (RuntimeError, TypeError, ValueError, KeyError):
+        return library.Program(_Steps(program, kernels).spec() | {"device": -1 if device is None else device})
+    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError):
         return None
 
 
@@ -41,6 +38,13 @@ class _Steps:
     def __init__(self, program: Program, kernels: Sequence[LoadedKernel]) -> None:
         self.program, self.kernels = program, kernels
         self.slots: dict[str, int] = {}
+        self.metas = dict(program.inputs)
+        for step in program.steps:
+            if isinstance(step, (Allocate, Reinterpret)):
+                self.metas[step.name] = step.meta
+            elif isinstance(step, ExternCall):
+                made = zip(step.outputs, step.metas, strict=True)
+                self.metas.update((name, meta) for name, meta in made if name is not None and meta is not None)
         self.scalars = {name: number for number, (name, _) in enumerate(program.scalars)}
         kept = {program.inputs[position][0] for _, position in program.donations}
         self.lasting = kept | set(program.outputs)
@@ -64,33 +68,46 @@ class _Steps:
     def step(self, step: Any) -> tuple[Any, ...]:
         if isinstance(step, Allocate):
             reuse = -1 if step.reuse is None else self.slot(step.reuse)
-            return "allocate", self.slot(step.name), reuse, _layout(step.meta)
+            return "allocate", self.slot(step.name), reuse, _layout(step.meta), step.meta.device
         if isinstance(step, Reinterpret):
             return "window", self.slot(step.name), self.slot(step.source), _layout(step.meta), int(step.offset)
         if isinstance(step, Launch):
             kernel = self.kernels[step.kernel]
+            sizes = tuple(map(int, step.sizes))
             return (
-                "launch", self._address(kernel), [self.slot(name) for name in step.buffers],
-                [self.scalars[name] for name in step.scalars], list(map(int, step.sizes)),
-                list(kernel.source.index_checks),
+                "launch", self._function(kernel, step.buffers, sizes), [self.slot(name) for name in step.buffers],
+                [self.scalars[name] for name in step.scalars], list(sizes), list(kernel.source.index_checks),
             )  # fmt: skip
         if isinstance(step, ForeachLaunch):
             kernel = self.kernels[step.kernel]
+            given = [row for row in step.rows if not (row[1] and row[1][0] == 0)]
             rows = [
                 ([self.slot(b) for b in buffers], list(map(int, sizes)), [self.scalars[n] for n in scalars])
-                for buffers, sizes, scalars in step.rows
+                for buffers, sizes, scalars in given
             ]
             scalars = [self.scalars[name] for name in step.scalars]
-            return "foreach", self._address(kernel), rows, scalars, list(kernel.source.index_checks)
+            sizes = tuple(int(sizes[0]) for _, sizes, _ in given if sizes)
+            function = self._function(kernel, given[0][0] if given else (), sizes)
+            return "foreach", function, rows, scalars, list(kernel.source.index_checks)
         if isinstance(step, ExternCall):
             return self._extern(step)
         assert isinstance(step, Free)
         return "free", [self.slot(name) for name in step.names if name not in self.lasting]
 
-    @staticmethod
-    def _address(kernel: LoadedKernel) -> int:
-        address: int = kernel.function.packed  # type: ignore[union-attr]
-        return address
+    def _function(self, kernel: LoadedKernel, buffers: Sequence[str], sizes: tuple[int, ...]) -> Any:
+        """Where a kernel of C++ is, or how the driver launches one of Triton's; None where there is nothing to do."""
+        if kernel.triton is None:
+            return kernel.function.packed  # type: ignore[union-attr]
+        if not buffers or (sizes[:1] == (0,) and not kernel.source.foreach):
+            return None
+        found = kernel.triton.driver_launch(self.metas[buffers[0]].device, sizes)
+        if found is None or found.shape.moving_sizes:
+            raise TypeError("a kernel that Triton's launcher launches")
+        shape = found.shape
+        return (
+            *found.driver, found.function, found.threads, found.shared,
+            shape.grid, list(shape.fixed), list(shape.sizes), shape.unaligned, shape,
+        )  # fmt: skip
 
     def _extern(self, step: ExternCall) -> tuple[Any, ...]:
         overload = resolve_overload(step.op)

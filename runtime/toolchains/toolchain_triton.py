@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torchlazy.runtime.cuda.foreach_tables import foreach_block_table
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
-from torchlazy.runtime.native.launch import LaunchShape, native_launcher
+from torchlazy.runtime.native.launch import DriverLaunch, LaunchShape, driver_launch, native_launcher
 from torchlazy.runtime.program.program import KernelSource
 from torchlazy.runtime.toolchains import triton_worker
 from torchlazy.runtime.toolchains.background_priority import breathe
@@ -151,6 +151,7 @@ class TritonKernel:
     target: tuple[str, Any, int]
     compiled: dict[str, Any] = field(default_factory=dict)  # by job, as text
     bound: dict[tuple[str, Sizes], Launcher] = field(default_factory=dict)
+    variants: dict[tuple[str, Sizes, bool], tuple[Any, LaunchShape]] = field(default_factory=dict)
     replaced: dict[str, int] = field(default_factory=dict)  # constants in place of those that the compiler failed with
 
     @staticmethod
@@ -248,6 +249,12 @@ class TritonKernel:
             )
         return self.bound[device, sizes]
 
+    def driver_launch(self, device: str, sizes: Sizes) -> DriverLaunch | None:
+        """What `bind` launches, for C++; None where it is not one call of the driver."""
+        if is_interpreting() or not _has_programs(self, device, sizes):
+            return None
+        return driver_launch(*_variant(self, device, sizes, aligned=True))
+
 
 def _interpreted_dynamic_launcher(kernel: TritonKernel) -> Launcher:
     def launch(*arguments: Any) -> int:
@@ -282,11 +289,25 @@ def _interpreted_launcher(kernel: TritonKernel, sizes: Sizes) -> Launcher:
     return launch
 
 
+def _has_programs(kernel: TritonKernel, device: str, sizes: Sizes) -> bool:
+    return kernel.source.dynamic or bool(_grid_and_extras(kernel, device, sizes)[0])
+
+
 def _compiled_launcher(kernel: TritonKernel, device: str, sizes: Sizes, *, aligned: bool = True) -> Launcher:
     """The launcher of one variant: one native function where that can launch it, else a function around Triton's."""
-    source = kernel.source
-    if not source.dynamic and not _grid_and_extras(kernel, device, sizes)[0]:
+    if not _has_programs(kernel, device, sizes):
         return lambda *arguments: 0
+    compiled, shape = _variant(kernel, device, sizes, aligned=aligned)
+    constants = tuple(kernel.constexprs.values())
+    return native_launcher(compiled, shape) or launcher_of_triton(compiled, shape, constants)
+
+
+def _variant(kernel: TritonKernel, device: str, sizes: Sizes, *, aligned: bool) -> tuple[Any, LaunchShape]:
+    """A loaded kernel, and what its launches are made of."""
+    known = kernel.variants.get((device, sizes, aligned))
+    if known is not None:
+        return known
+    source = kernel.source
     breathe()
     compiled = kernel.compile(sizes, aligned=aligned, device=device)  # which decides how large its blocks are
     grid, before, after = (0, [], []) if source.dynamic else _grid_and_extras(kernel, device, sizes)
@@ -304,8 +325,8 @@ def _compiled_launcher(kernel: TritonKernel, device: str, sizes: Sizes, *, align
     )
     with torch.cuda.device(device):
         compiled._init_handles()
-    constants = tuple(kernel.constexprs.values())
-    return native_launcher(compiled, shape) or launcher_of_triton(compiled, shape, constants)
+    kernel.variants[device, sizes, aligned] = compiled, shape
+    return compiled, shape
 
 
 def launcher_of_triton(compiled: Any, shape: LaunchShape, constants: tuple[int, ...]) -> Launcher:

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torchlazy.runtime.native import launch as native_launch
 from torchlazy.runtime.native.code import NativeCode
 from torchlazy.runtime.native.launch import LaunchShape, launcher_of, native_launcher
+from torchlazy.runtime.native.recorder_library import LIBRARY
 from torchlazy.runtime.toolchains.toolchain import has_cpp, has_triton
 from torchlazy.runtime.toolchains.toolchain_triton import compile_for_sm90, is_interpreting, launcher_of_triton
 
@@ -134,6 +136,37 @@ def test_what_cannot_be_launched_raises(driver: Any) -> None:
             good(*given)
     assert notes[0] == count
     assert launcher_of(functions, 8, 32, 0, shape(sizes=(1,) * 200)) is None, "more than its table holds"
+
+
+@pytest.mark.skipif(LIBRARY.wait() is None, reason="needs the native library")
+def test_programs_launch_as_the_launcher_does(driver: Any) -> None:
+    functions, notes = driver
+    seen: list[tuple[Any, ...]] = []
+    facts = shape(fixed=(4096,), unaligned=lambda *given: seen.append(given))
+
+    def program(function: int) -> Any:
+        kernel = (*functions, function, 64, 2048, facts.grid, [4096], [100, 7], facts.unaligned, facts)
+        spec = {
+            "inputs": [0, 1], "steps": [("launch", kernel, [0, 1], [0, 1], [100, 7], []), ("launch", None)],
+            "outputs": [0], "scalars": [True, False], "donations": [(0, 0)], "slots": 2, "device": -1,
+        }  # fmt: skip
+        return LIBRARY.module.Program(spec)
+
+    first, second = torch.zeros(8), torch.zeros(8)
+    count = notes[0]
+    good = program(9)
+    assert not good.has_run
+    assert good.run([first, second], [2.5, -3])[0].data_ptr() == first.data_ptr() and good.has_run
+    addresses = [first.data_ptr(), second.data_ptr()]
+    assert list(notes[:20]) == [
+        count + 1, 9, 5, 1, 1, 64, 1, 1, 2048, 0, 0, *addresses, 4096, bits(2.5), -3, 100, 7, 0, 0,
+    ]  # fmt: skip
+    good.run([first[1:], second], [0.5, 2])
+    assert seen == [(0, addresses[0] + 4, addresses[1], 0.5, 2)] and notes[0] == count + 1
+    bad = program(13)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        bad.run([first, second], [1.0, 1])
+    assert not bad.has_run
 
 
 def kernel_of(**metadata: Any) -> Any:

@@ -39,7 +39,7 @@ from torchlazy.lazy.numbers.questions import plain_size
 from torchlazy.lazy.numbers.tracked import node_of
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor
-from torchlazy.lazy.torch_private.dispatch import flatten_tree, unflatten_tree
+from torchlazy.lazy.torch_private.dispatch import any_autocast, flatten_tree, unflatten_tree
 from torchlazy.lazy.torch_private.distributed import part_of, whole_of
 from torchlazy.lazy.trace.geometry import Geometry, is_dense
 from torchlazy.lazy.trace.storage import LazyStorage
@@ -398,6 +398,8 @@ class Outcome:
                 return
             self._accounted |= self._joint.held
             self._accounted |= {id(storage) for _, storage in self.recorder.inputs}  # its results are pending
+        if any_autocast():
+            torch.clear_autocast_cache()  # a block outside keeps the call's casts of weights; a replay makes its own
         for generation in range(3):  # what the call left in cycles is young, mostly: the whole heap is scanned last
             gc.collect(generation)
             if not self._unaccounted():

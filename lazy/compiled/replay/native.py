@@ -25,6 +25,7 @@ from torchlazy.lazy.trace.storage import LazyStorage
 from torchlazy.runtime.executor import Executable
 
 Row = tuple[Any, ...]
+_COMPUTES = ("cpu", "cuda")
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -144,6 +145,8 @@ def _of_segment(
     trace, template = segment.trace, replay.template
     if trace.donations or trace.writes or template.versions:
         raise NeedsPython("it writes to its state")
+    if replay.runs_graph(segment):
+        raise NeedsPython("it is a CUDA graph")
     compiled = replay.program_of(segment)
     program = _native(compiled)
     made: list[Row] = []
@@ -197,7 +200,7 @@ def _is_plain(result: t.TensorResult, made: Geometry) -> bool:
     return (
         not (result.requires_grad or result.freed or result.is_detached or geom.bits)
         and result.base is None
-        and geom.device.type == "cpu"
+        and geom.device.type in _COMPUTES
         and geom.dtype == made.dtype
         and result.is_inference == torch.is_inference_mode_enabled()
     )
@@ -237,8 +240,8 @@ def _of_joint(
 
 
 def _plain(geom: Geometry) -> Geometry:
-    if geom.bits or geom.offset or geom.device.type != "cpu":
-        raise NeedsPython("a result is a view, or not on the CPU")
+    if geom.bits or geom.offset or geom.device.type not in _COMPUTES:
+        raise NeedsPython("a result is a view, or on a device that computes nothing")
     return geom
 
 

@@ -160,6 +160,10 @@ class Replay:
         """The program that ran the segment last; None where none did."""
         return self._handles[id(segment)].compiled
 
+    def runs_graph(self, segment: t.Segment) -> bool:
+        """Whether the segment is to be a CUDA graph."""
+        return self._handles[id(segment)].wants_graph
+
     def programs_of(self, step: t.JointRun) -> tuple[Any, Any]:
         """The same of the joint's forward and backward."""
         handles = self._joints[id(step)]

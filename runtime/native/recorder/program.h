@@ -1,6 +1,6 @@
 // A program as a list of calls: kernels through pointers, ATen operators boxed, no Python between its steps.
 //
-// Made from the same steps as the Python function of a program (runtime/program/code.py), for the CPU.
+// Made from the same steps as the Python function of a program (runtime/program/code.py).
 #pragma once
 
 #include <ATen/ops/copy.h>
@@ -8,9 +8,11 @@
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <atomic>
 #include <bit>
 #include <variant>
 
+#include "cuda_launch.h"
 #include "log.h"
 #include "pool.h"
 
@@ -36,6 +38,8 @@ class NativeProgram {
   // raises, `failed` is its number and `inputs` has those that are still held.
   std::vector<at::Tensor> run(std::vector<at::Tensor>& inputs, const Words& scalars) const;
   static thread_local size_t failed;
+  bool has_run() const { return has_run_; }  // whether a run has ended without an error
+  at::Device device() const { return device_ < 0 ? at::Device(at::kCPU) : at::Device(at::kCUDA, device_); }
 
   struct Layout {
     std::vector<int64_t> sizes, strides;
@@ -49,22 +53,23 @@ class NativeProgram {
   static at::Tensor window(const at::Tensor& on, const Layout& layout, int64_t offset) {
     const int64_t item = c10::elementSize(layout.dtype), bytes = on.storage_offset() * int64_t(on.itemsize());
     TORCH_CHECK(bytes % item == 0, "a window begins within an element");
-    auto t = at::detail::make_tensor<TensorImpl>(c10::Storage(on.unsafeGetTensorImpl()->unsafe_storage()), DispatchKeySet(DispatchKey::CPU), c10::scalarTypeToTypeMeta(layout.dtype));
+    auto t = at::detail::make_tensor<TensorImpl>(c10::Storage(on.unsafeGetTensorImpl()->unsafe_storage()), DispatchKeySet(on.is_cpu() ? DispatchKey::CPU : DispatchKey::CUDA), c10::scalarTypeToTypeMeta(layout.dtype));
     t.unsafeGetTensorImpl()->set_sizes_and_strides(layout.sizes, layout.strides, bytes / item + offset);
     return t;
   }
 
  private:
-  struct Allocate { int slot, reuse; Layout layout; };
+  struct Allocate { int slot, reuse; Layout layout; at::Device device; };
   struct Window { int slot, source; Layout layout; int64_t offset; };
+  using Function = int (*)(const int64_t*);
   struct Launch {
-    int (*function)(const int64_t*);
+    std::variant<Function, CudaLaunch> function;
     std::vector<int> buffers, scalars;
     std::vector<int64_t> sizes;
     std::vector<std::string> checks;
   };
   struct Row { std::vector<int> buffers; std::vector<int64_t> sizes; std::vector<int> scalars; };
-  struct Foreach { int (*function)(const int64_t*); std::vector<Row> rows; std::vector<int> scalars; std::vector<std::string> checks; };
+  struct Foreach { std::variant<Function, std::shared_ptr<CudaForeach>> function; std::vector<Row> rows; std::vector<int> scalars; std::vector<std::string> checks; };
   struct Argument {
     enum Kind { CONSTANT, VALUE, SCALAR, NUMBER, LIST } kind = CONSTANT;  // NUMBER: a scalar where a tensor is expected
     IValue constant;
@@ -85,6 +90,8 @@ class NativeProgram {
   std::vector<std::pair<int, int>> donations_;  // output, input
   std::vector<Step> steps_;
   size_t slots_;
+  int device_;  // -1: the CPU
+  mutable std::atomic<bool> has_run_ = false;
 
   static int64_t address(const at::Tensor& t) {
     return reinterpret_cast<int64_t>(static_cast<char*>(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get()) + t.storage_offset() * t.itemsize());
@@ -107,9 +114,14 @@ class NativeProgram {
 inline thread_local size_t NativeProgram::failed = 0;
 
 inline NativeProgram::Argument NativeProgram::argument_of(const py::handle& h, c10::TypePtr type) {
-  if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+  const auto optional = type->cast<c10::OptionalType>();
+  const bool is_optional = bool(optional);
+  if (optional) type = optional->getElementType();
   Argument a;
-  if (h.is_none()) return a;
+  if (h.is_none()) {  // also where a tensor is expected that a library call did not give
+    if (type->kind() == c10::TypeKind::TensorType && !is_optional) a.constant = at::Tensor();
+    return a;
+  }
   if (py::isinstance<py::tuple>(h) && py::len(h) == 2 && py::isinstance<py::str>(py::cast<py::tuple>(h)[0])) {  // ("value" or "scalar", place)
     auto t = py::cast<py::tuple>(h);
     const bool is_number = type->kind() == c10::TypeKind::TensorType;
@@ -178,16 +190,24 @@ inline NativeProgram::NativeProgram(const py::dict& spec) {
   outputs_ = py::cast<std::vector<int>>(spec["outputs"]);
   scalar_is_float_ = py::cast<std::vector<bool>>(spec["scalars"]);
   donations_ = py::cast<std::vector<std::pair<int, int>>>(spec["donations"]);
-  const auto function = [](const py::handle& h) { return reinterpret_cast<int (*)(const int64_t*)>(py::cast<uintptr_t>(h)); };
+  device_ = py::cast<int>(spec["device"]);
+  const auto function = [](const py::handle& h) { return reinterpret_cast<Function>(py::cast<uintptr_t>(h)); };
   for (auto item : spec["steps"]) {
     auto t = py::cast<py::tuple>(item);
     const auto kind = py::cast<std::string>(t[0]);
-    if (kind == "allocate") steps_.push_back(Allocate{py::cast<int>(t[1]), py::cast<int>(t[2]), layout_of(t[3])});
+    if (kind == "allocate") steps_.push_back(Allocate{py::cast<int>(t[1]), py::cast<int>(t[2]), layout_of(t[3]), at::Device(py::cast<std::string>(t[4]))});
     else if (kind == "window") steps_.push_back(Window{py::cast<int>(t[1]), py::cast<int>(t[2]), layout_of(t[3]), py::cast<int64_t>(t[4])});
-    else if (kind == "launch")
-      steps_.push_back(Launch{function(t[1]), py::cast<std::vector<int>>(t[2]), py::cast<std::vector<int>>(t[3]), py::cast<std::vector<int64_t>>(t[4]), py::cast<std::vector<std::string>>(t[5])});
-    else if (kind == "foreach") {
-      Foreach f{function(t[1]), {}, py::cast<std::vector<int>>(t[3]), py::cast<std::vector<std::string>>(t[4])};
+    else if ((kind == "launch" || kind == "foreach") && t[1].is_none()) steps_.push_back(Free{});  // nothing to compute
+    else if (kind == "launch") {
+      std::variant<Function, CudaLaunch> launched;
+      if (py::isinstance<py::tuple>(t[1])) launched = CudaLaunch(py::cast<py::tuple>(t[1]));
+      else launched = function(t[1]);
+      steps_.push_back(Launch{std::move(launched), py::cast<std::vector<int>>(t[2]), py::cast<std::vector<int>>(t[3]), py::cast<std::vector<int64_t>>(t[4]), py::cast<std::vector<std::string>>(t[5])});
+    } else if (kind == "foreach") {
+      std::variant<Function, std::shared_ptr<CudaForeach>> launched;
+      if (py::isinstance<py::tuple>(t[1])) launched = std::make_shared<CudaForeach>(CudaLaunch(py::cast<py::tuple>(t[1])));
+      else launched = function(t[1]);
+      Foreach f{std::move(launched), {}, py::cast<std::vector<int>>(t[3]), py::cast<std::vector<std::string>>(t[4])};
       for (auto row : t[2]) {
         auto r = py::cast<py::tuple>(row);
         f.rows.push_back({py::cast<std::vector<int>>(r[0]), py::cast<std::vector<int64_t>>(r[1]), py::cast<std::vector<int>>(r[2])});
@@ -243,6 +263,9 @@ inline IValue NativeProgram::value_of_argument(const Argument& a, const std::vec
 
 inline std::vector<at::Tensor> NativeProgram::run(std::vector<at::Tensor>& inputs, const Words& scalars) const {
   const Pool::Use pooled;
+  c10::OptionalDeviceGuard on_device;
+  void* stream = nullptr;
+  if (device_ >= 0) on_device.reset_device(device()), stream = raw_stream(device_);
   std::vector<at::Tensor> v(slots_);
   for (size_t i = 0; i < inputs_.size(); ++i) v[inputs_[i]] = inputs[i];
   std::vector<at::Tensor> donated(donations_.size());
@@ -286,13 +309,17 @@ inline std::vector<at::Tensor> NativeProgram::run(std::vector<at::Tensor>& input
       words.clear();
       for (int b : s->buffers) words.push_back(address(v[b]));
       for (int n : s->scalars) words.push_back(scalars[n]);
-      words.insert(words.end(), s->sizes.begin(), s->sizes.end());
-      check(s->function(words.data()), s->checks);
+      if (const auto* cuda = std::get_if<CudaLaunch>(&s->function)) cuda->run(stream, words, s->buffers.size());
+      else {
+        words.insert(words.end(), s->sizes.begin(), s->sizes.end());
+        check(std::get<Function>(s->function)(words.data()), s->checks);
+      }
     } else if (const auto* s = std::get_if<Window>(&step)) {
       v[s->slot] = window(v[s->source], s->layout, s->offset);
     } else if (const auto* s = std::get_if<Allocate>(&step)) {
       if (s->reuse >= 0) v[s->slot] = window(v[s->reuse], s->layout, 0), v[s->reuse].reset();
-      else v[s->slot] = at::detail::empty_strided_cpu(s->layout.sizes, s->layout.strides, s->layout.dtype);
+      else if (s->device.is_cpu()) v[s->slot] = at::detail::empty_strided_cpu(s->layout.sizes, s->layout.strides, s->layout.dtype);
+      else v[s->slot] = at::empty_strided(s->layout.sizes, s->layout.strides, at::TensorOptions().dtype(s->layout.dtype).device(s->device));
     } else if (const auto* s = std::get_if<Foreach>(&step)) {
       words.clear();
       for (const Row& row : s->rows) {
@@ -300,9 +327,17 @@ inline std::vector<at::Tensor> NativeProgram::run(std::vector<at::Tensor>& input
         words.insert(words.end(), row.sizes.begin(), row.sizes.end());
         for (int n : row.scalars) words.push_back(scalars[n]);
       }
-      std::vector<int64_t> call{reinterpret_cast<int64_t>(words.data()), int64_t(s->rows.size())};
+      std::vector<int64_t> call;
+      if (const auto* cuda = std::get_if<std::shared_ptr<CudaForeach>>(&s->function)) {
+        const at::Tensor table = (*cuda)->table(stream, words, device());
+        call.push_back(address(table));
+        for (int n : s->scalars) call.push_back(scalars[n]);
+        (*cuda)->launch.run(stream, call, 1);
+        continue;
+      }
+      call = {reinterpret_cast<int64_t>(words.data()), int64_t(s->rows.size())};
       for (int n : s->scalars) call.push_back(scalars[n]);
-      check(s->function(call.data()), s->checks);
+      check(std::get<Function>(s->function)(call.data()), s->checks);
     } else {
       for (int slot : std::get<Free>(step).slots) v[slot].reset();
     }
@@ -318,6 +353,7 @@ inline std::vector<at::Tensor> NativeProgram::run(std::vector<at::Tensor>& input
     made = std::move(into);
   }
   failing.release();
+  has_run_ = true;
   return results;
 }
 

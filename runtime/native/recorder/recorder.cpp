@@ -1547,6 +1547,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           throw;
         }
       }))
+      .def_property_readonly("has_run", &NativeProgram::has_run)
       .def_property_readonly_static("failed", [](py::object) { return NativeProgram::failed; });
   py::class_<ArgumentCheck, std::shared_ptr<ArgumentCheck>>(m, "ArgumentCheck")
       .def(py::init<const py::tuple&, const std::unordered_set<size_t>&, std::unordered_set<uintptr_t>>())

@@ -11,6 +11,8 @@
 #include <unordered_set>
 
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/custom_class.h>
 
 #include "deferred.h"
@@ -225,6 +227,14 @@ struct JointState : torch::CustomClassHolder {
   }
 };
 
+// What a node saved, which only the engine may let go of: it does so after the node is done, when the peak is over.
+template <auto Member>
+struct Opened {
+  friend auto& saved_of(torch::autograd::AutogradContext& ctx) { return ctx.*Member; }
+};
+auto& saved_of(torch::autograd::AutogradContext& ctx);
+template struct Opened<&torch::autograd::AutogradContext::saved_variables_>;
+
 // Results of the forward's program, with a graph whose backward is the other program.
 struct JointFunction : torch::autograd::Function<JointFunction> {
   using variable_list = torch::autograd::variable_list;
@@ -251,7 +261,7 @@ struct JointFunction : torch::autograd::Function<JointFunction> {
     const JointPart& joint = *state->joint;
     refuse_looks_inside(*state, grads);
     settle_pending();
-    const variable_list held = ctx->get_saved_variables();
+    variable_list held = ctx->get_saved_variables();
     size_t count = 0;
     for (int64_t t : joint.tangents) count += t >= 0;
     variable_list tangents(count);
@@ -266,7 +276,7 @@ struct JointFunction : torch::autograd::Function<JointFunction> {
     const size_t before = 4;  // arguments of `forward` that are no tensors
     variable_list found(before + joint.wanted.size());
     if (!has_some) return found.resize(before + std::max<size_t>(1, joint.wanted.size())), found;
-    if (!is_plain) {
+    const auto in_python = [&] {
       py::gil_scoped_acquire gil;
       py::list gradients;
       for (const at::Tensor& g : grads) gradients.append(g.defined() ? py::cast(g) : py::none());
@@ -275,16 +285,28 @@ struct JointFunction : torch::autograd::Function<JointFunction> {
       for (size_t i = 0; i < made.size() && i < joint.wanted.size(); ++i)
         if (!made[i].is_none()) found[before + i] = py::cast<at::Tensor>(made[i]);
       return found;
+    };
+    if (!is_plain) return in_python();
+    const bool is_proven = joint.backward->has_run();
+    std::vector<at::Tensor> made;
+    try {
+      const AsProgram as_program;
+      std::vector<at::Tensor> memory;
+      for (const auto& [is_tangent, index, layout] : joint.reads) {
+        if (!is_tangent) memory.push_back(NativeProgram::window(held[index], layout, 0));
+        else memory.push_back(tangent(tangents[index], layout, joint.backward->device()));
+      }
+      NativeProgram::Words scalars;
+      for (const auto& [number, word] : joint.scalars) scalars.push_back(number < 0 ? word : state->scalars[number]);
+      if (is_proven && !torch::autograd::get_current_graph_task_keep_graph()) {  // each value goes after its last reader
+        saved_of(*ctx).clear();  // as the engine does once the node is done
+        held.clear();
+      }
+      made = joint.backward->run(memory, scalars);
+    } catch (const std::exception&) {
+      if (is_proven) throw;
+      return in_python();
     }
-    const AsProgram as_program;
-    std::vector<at::Tensor> memory;
-    for (const auto& [is_tangent, index, layout] : joint.reads) {
-      if (!is_tangent) memory.push_back(NativeProgram::window(held[index], layout, 0));
-      else memory.push_back(tangent(tangents[index], layout));
-    }
-    NativeProgram::Words scalars;
-    for (const auto& [number, word] : joint.scalars) scalars.push_back(number < 0 ? word : state->scalars[number]);
-    const std::vector<at::Tensor> made = joint.backward->run(memory, scalars);
     for (size_t i = 0; i < joint.wanted.size(); ++i) {
       const auto& needs = joint.needs[i];
       const bool is_missing = !needs.empty() && std::none_of(needs.begin(), needs.end(), [&](int64_t t) { return tangents[t].defined(); });
@@ -313,11 +335,12 @@ struct JointFunction : torch::autograd::Function<JointFunction> {
       DispatchKey::Batched, DispatchKey::Functionalize, DispatchKey::ZeroTensor, DispatchKey::Conjugate, DispatchKey::Negative};
 
   // The memory of a gradient, all of it, laid out as the program has it.
-  static at::Tensor tangent(const at::Tensor& g, const NativeProgram::Layout& layout) {
-    if (!g.defined()) return at::empty_strided(layout.sizes, layout.strides, layout.dtype).zero_();
+  static at::Tensor tangent(const at::Tensor& g, const NativeProgram::Layout& layout, at::Device device) {
+    const auto options = at::TensorOptions().dtype(layout.dtype).device(device);
+    if (!g.defined()) return at::empty_strided(layout.sizes, layout.strides, options).zero_();
     const bool is_whole = g.scalar_type() == layout.dtype && layout.fits(g) && !g.storage_offset() && g.storage().nbytes() == at::detail::computeStorageNbytes(layout.sizes, layout.strides, c10::elementSize(layout.dtype));
     if (is_whole) return NativeProgram::window(g, layout, 0);
-    return at::empty_strided(layout.sizes, layout.strides, layout.dtype).copy_(g);
+    return at::empty_strided(layout.sizes, layout.strides, options).copy_(g);
   }
 };
 

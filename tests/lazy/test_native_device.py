@@ -130,6 +130,33 @@ def test_a_loop_in_which_nothing_is_read_is_a_trace_for_each_turn(library: Any) 
     assert library.causes()["operators repeat"] == 1
 
 
+def test_equal_layers_are_no_turns_of_a_loop(library: Any) -> None:
+    layers = [nn.Linear(4, 4) for _ in range(60)]
+    x = torch.randn(2, 4)
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = x + (layer(x) * 0.1).sin().tanh()
+        return x.mean()
+
+    with torch.no_grad():
+        expected = turn(x)
+        for layer in layers:
+            layer.to(LAZY)
+        x = x.to(LAZY)
+        for _ in range(40):
+            y = turn(x)
+        torchlazy.wait_for_compile()
+        before = library.counts()["deferred"]
+        for _ in range(20):
+            y = turn(x)
+    torch.testing.assert_close(y.cpu(), expected)
+    entries = 60 * 5 + 1
+    assert (entries, 2) in {(entries, state) for entries, _, state, _ in library.traces()}
+    assert library.counts()["deferred"] - before >= 18 * entries
+    assert library.causes()["operators repeat"] == 1, library.causes()
+
+
 def test_saved_tensors_come_back_to_the_lazy_device() -> None:
     model = _net().to(LAZY)
     file = io.BytesIO()

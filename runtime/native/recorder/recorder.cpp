@@ -53,6 +53,7 @@ constexpr uint32_t SAMPLES = 3;         // sizes from which a path for all sizes
 constexpr uint32_t MOST_ATTEMPTS = 4;   // so often it is made for one family
 constexpr uint32_t HOT_SIZE = 8;        // a trace that came so often gets a program of its own
 constexpr int64_t FIRST_LOOK = 12, LAST_LOOK = 60;  // runs after which a program that is much slower, or slower, is given up
+constexpr size_t SURELY_REPETITION = 8192;  // entries of a log in which equal parts are taken for turns, though nothing comes again
 constexpr size_t FIRST_REPETITION = 512, REPETITIONS = 4;  // entries after which they are looked for, and how many there must be
 constexpr int MOST_MISSES = 4;          // so often a program may lack values before its trace is given up
 
@@ -306,6 +307,7 @@ class Recorder {
   void part_at(uint64_t hash, size_t entries);
   void part_here();
   void note_branch(uint64_t before);
+  bool is_turn(size_t period);
   void look_for_repetition();
   void start_over();
 };
@@ -1064,13 +1066,37 @@ void Recorder::note_branch(uint64_t before) {
   if (in_sizes_only ? ++branch.partings_of_sizes >= PARTINGS_OF_SIZES : ++branch.partings >= PARTINGS) part_at(before, log_.entries.size() - 1);
 }
 
+// Whether the log's last `period` operators are a turn of a loop, and no layer of a model that has several alike: what came
+// from outside and is met again is met each turn; layers have weights of their own, which come again after all of them.
+bool Recorder::is_turn(size_t period) {
+  const size_t n = log_.entries.size();
+  std::unordered_map<uint32_t, size_t> last;  // by number: the operator that used it last
+  size_t met = 0, met_again = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const Entry& e = log_.entries[i];
+    const uint64_t* p = log_.words.data() + e.begin;
+    while (p < log_.words.data() + e.results)
+      p = walk(p, true, [](NumberKind, const uint64_t*) {}, [&](const uint64_t* w) {
+        const uint32_t number = TensorWord{*w}.number();
+        if (tag_of(*w) != TENSOR || number >= memories_.size() || memories_[number].made) return;
+        const auto [before, is_new] = last.try_emplace(number, i);
+        const size_t used = is_new ? n : before->second;
+        before->second = i;
+        if (i < n - period) return;
+        ++met;
+        if (used < n - period) met_again += i - used <= period ? 1 : n;
+      });
+  }
+  return met_again < n && (met_again || !met || n >= SURELY_REPETITION);
+}
+
 // A loop in which nothing is read: where the log ends with one sequence of operators again and again, it is cut between two
 // of them, and from then on each is a trace.
 void Recorder::look_for_repetition() {
   const auto& e = log_.entries;
   const size_t n = e.size();
   look_at_ = 2 * n;
-  // What each does, from the last one on: equal layers differ in where their values come from, turns of a loop do not.
+  // What each does, from the last one on, and where among the values made here its arguments come from.
   std::vector<uint64_t> does(n);
   for (size_t i = 0; i < n; ++i) {
     uint64_t& hash = does[n - 1 - i] = mixed(reinterpret_cast<uint64_t>(e[i].op), e[i].inference);
@@ -1088,7 +1114,7 @@ void Recorder::look_for_repetition() {
     if (does[i] == does[k]) ++k;
     border[i] = k;
     const size_t found = i + 1 - k;
-    if (found >= least_entries && found * REPETITIONS <= i + 1) period = found;
+    if (found >= least_entries && found * REPETITIONS <= i + 1 && found != period && is_turn(found)) period = found;
   }
   if (!period) return;
   cut_at_ = (n / period + 1) * period;

@@ -146,10 +146,15 @@ def _softmax_backward(grad: Geometry, output: Geometry, dim: int, dtype: torch.d
     return plain(grad.shape, dtype)
 
 
-def _statistics_dtype(x: Geometry, on: On) -> torch.dtype | None:
-    if x.dtype in _WIDE:
-        return x.dtype
-    return None if on.is_cpu else torch.float32
+def _dtypes_of_layer_norm(
+    x: Geometry, weight: Geometry | None, bias: Geometry | None, on: On
+) -> tuple[torch.dtype, torch.dtype] | None:
+    """Of the statistics, and of gradients of weight and bias: the CPU takes these in float32 beside halves, too."""
+    if on.is_cpu and x.dtype not in _WIDE and weight is not None and _one_dtype(weight, bias) is torch.float32:
+        return torch.float32, torch.float32
+    if _one_dtype(x, weight, bias) is None:
+        return None
+    return x.dtype if on.is_cpu or x.dtype in _WIDE else torch.float32, x.dtype
 
 
 @rule("native_layer_norm", placed=True)
@@ -157,12 +162,12 @@ def _layer_norm(
     x: Geometry, normalized: Sequence[int], weight: Geometry | None, bias: Geometry | None, eps: float, *, on: On
 ) -> tuple[Result, ...] | None:
     rank = len(x.shape) - len(normalized)
-    dtype, inner = _statistics_dtype(x, on), tuple(normalized)
-    if dtype is None or rank < 0 or not inner or x.shape[rank:] != inner or not x.numel:
+    dtypes, inner = _dtypes_of_layer_norm(x, weight, bias, on), tuple(normalized)
+    if dtypes is None or x.dtype not in FLOATS or rank < 0 or not inner or x.shape[rank:] != inner or not x.numel:
         return None
-    if _one_dtype(x, weight, bias) is None or any(g is not None and g.shape != inner for g in (weight, bias)):
+    if any(g is not None and g.shape != inner for g in (weight, bias)):
         return None
-    statistics = plain((*x.shape[:rank], *[1] * len(inner)), dtype)
+    statistics = plain((*x.shape[:rank], *[1] * len(inner)), dtypes[0])
     return plain(x.shape, x.dtype), statistics, statistics
 
 
@@ -178,7 +183,9 @@ def _layer_norm_backward(
         return None
     if (mask[1] and weight is None) or (mask[2] and bias is None):
         return None
-    inner = plain(tuple(normalized), x.dtype)
+    dtypes = _dtypes_of_layer_norm(x, weight, bias, on)
+    assert dtypes is not None
+    inner = plain(tuple(normalized), dtypes[1])
     return plain(x.shape, x.dtype) if mask[0] else None, inner if mask[1] else None, inner if mask[2] else None
 
 

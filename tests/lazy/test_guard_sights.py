@@ -693,3 +693,33 @@ def test_what_words_a_failing_assert_is_nothing_that_a_call_reads(monkeypatch: p
     for turn in range(4):
         assert run(torch.full((3,), float(turn))).tolist() == [2.0 * turn + 1] * 3
     assert run.report().replays >= 2 and not run.report().reasons, run.report()
+
+
+class _Table(dict[str, float]):
+    """Its own methods are not what it holds, as those of tables that load modules when they are asked."""
+
+    def _refuse(self, *args: Any) -> Any:
+        raise AssertionError("discovery runs the user's code")
+
+    values = items = keys = get = __len__ = __iter__ = __contains__ = _refuse  # type: ignore[assignment]
+
+
+class _Ordered(collections.OrderedDict[str, float]):
+    values = items = keys = get = __len__ = __iter__ = __contains__ = _Table._refuse  # type: ignore[assignment]
+
+
+class _Row(list[float]):
+    __len__ = __iter__ = __contains__ = _Table._refuse  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [_Table, _Ordered, _Row])
+def test_methods_of_the_users_containers_are_not_run(kind: Any) -> None:
+    place: Any = 1 if kind is _Row else "b"
+    held = kind([1.0, 2.0] if kind is _Row else {"a": 1.0, "b": 2.0})
+    call = torchlazy.compile(lambda x: x * held[place], audit=False)
+    x = torch.ones(2)
+    for _ in range(4):
+        assert call(x).tolist() == [2, 2]
+    held[place] = 5.0
+    assert call(x).tolist() == [5, 5]
+    assert call.report().replays >= 1, call.report()

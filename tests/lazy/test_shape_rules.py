@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -288,3 +289,24 @@ def test_they_are_recorded_with_eagers_values(name: str, dtype: torch.dtype) -> 
     for mine, eager in zip(pytree.tree_leaves(found), pytree.tree_leaves(CALLS[name](x, None, None)), strict=True):
         assert mine.stride() == eager.stride()
         torch.testing.assert_close(mine.cpu(), eager)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_norms_of_halves_with_parameters_of_any_dtype(half: torch.dtype) -> None:
+    check, accepted = Check(), 0
+    for weight, bias, x in itertools.product(
+        (None, half, torch.float32), (None, half, torch.float32),
+        (torch.randn(2, 3, 8), torch.randn(2, 8, 1, 1).permute(0, 2, 3, 1), torch.randn(4, 1, 8).permute(1, 0, 2)),
+    ):  # fmt: skip
+        given = [x.to(half).requires_grad_()]
+        given += [None if dtype is None else torch.randn(8).to(dtype).requires_grad_() for dtype in (weight, bias)]
+        try:
+            with check:
+                y = torch.nn.functional.layer_norm(given[0], [8], *given[1:])
+                y.backward(torch.ones_like(y))
+        except RuntimeError as error:
+            assert "dtype" in str(error) or "scalar type" in str(error)
+            continue
+        accepted += 1
+    assert check.answered["aten.native_layer_norm.default"] == accepted >= 18
+    assert check.answered["aten.native_layer_norm_backward.default"] == accepted

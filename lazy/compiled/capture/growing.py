@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
+from torchlazy.lazy.compiled.guards.bare_containers import base_of
 from torchlazy.lazy.compiled.guards.reached import Reached, StateSlot, StateSlots
 from torchlazy.lazy.torch_private.dispatch import flatten_tree
 
@@ -148,7 +149,7 @@ def _is_longer(before: Size, now: Size) -> bool:
 
 
 def _length_reader(container: Any) -> Callable[[], Size]:
-    return lambda: (len(container),)
+    return lambda: (base_of(container).__len__(container),)
 
 
 def _size_reader(slot: StateSlot) -> Callable[[], Size]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchlazy.lazy.compiled.capture.growing import Appended
+from torchlazy.lazy.compiled.guards.bare_containers import BareItems, base_of
 from torchlazy.lazy.compiled.guards.reached import GuardedPlace, NotYet, Reached, copy_of, has_plain_keys, refill
 from torchlazy.lazy.compiled.guards.values import same_or_equal
 from torchlazy.lazy.numbers.questions import plain_size
@@ -200,7 +201,7 @@ def _containers_in(value: Any, kept: set[int]) -> set[int]:
     """The containers in a new value, itself among them, that were not there before."""
     if (not isinstance(value, (list, tuple, dict)) and type(value).__name__ != "deque") or id(value) in kept:
         return set()
-    items = value.values() if isinstance(value, dict) else value
+    items = base_of(value).values(value) if isinstance(value, dict) else BareItems(value)
     return {id(value)}.union(*(_containers_in(item, kept) for item in items))
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy
 import torch
+from torchlazy.lazy.compiled.guards.bare_containers import BareItems, base_of
 from torchlazy.lazy.compiled.guards.classes import ClassDiscovery
 from torchlazy.lazy.compiled.guards.code import SETTINGS, STATEFUL, names_in, slots_of
 from torchlazy.lazy.compiled.guards.globals import dict_of_class
@@ -358,9 +359,10 @@ class _Discovery(ClassDiscovery):
         if type(value) is list and path in self.appended:
             self.reached.appended.append((value, path))
             return
-        if not rooted and len(value) > _SMALL:
+        kind = base_of(value)
+        if not rooted and kind.__len__(value) > _SMALL:
             if isinstance(value, dict):
-                self._named_items(value, [key for key in value if type(key) is str], path, depth)
+                self._named_items(value, [key for key in kind.keys(value) if type(key) is str], path, depth)
             if type(value) is list:  # its items are not guarded, its length is
                 self.reached.containers.append((value, path))
                 self.reached.sized.append((value, f"the length of {path}"))
@@ -380,12 +382,12 @@ class _Discovery(ClassDiscovery):
                 of=value, attributes=("default_factory",),
             )  # fmt: skip
         if isinstance(value, dict):
-            keys = list(value)
+            kept = kind.keys(value)
+            keys = list(kept)
             names = [f"{path}[{_key_text(key, i)}]" for i, key in enumerate(keys)]
             if keys:
-                values = value.values()
+                values = kind.values(value)
                 if depth > 1:  # an argument may be one of them: whether it is tells templates apart
-                    kept = value.keys()
                     self.place(
                         value,
                         lambda: tuple(kept),
@@ -397,16 +399,18 @@ class _Discovery(ClassDiscovery):
                 simple = all(type(key) in (str, int) for key in keys)
                 self.place(
                     value, lambda: values if simple else tuple(values), names, depth, rooted,
-                    lambda i, item: value.__setitem__(keys[i], item) if keys[i] in value else None,
+                    lambda i, item: kind.__setitem__(value, keys[i], item) if kind.__contains__(value, keys[i]) else None,
                     live=values, of=value, keys=keys if simple else (),
                 )  # fmt: skip
-            self.reached.sized.append((value, f"the length of {path}"))
+            self.reached.sized.append((value if type(value).__len__ is kind.__len__ else kept, f"the length of {path}"))
         else:
-            names = [f"{path}[{i}]" for i in range(len(value))]
-            store = value.__setitem__ if isinstance(value, list) else None
+            is_plain = type(value).__iter__ is kind.__iter__ and type(value).__len__ is kind.__len__
+            items = value if is_plain else BareItems(value)
+            names = [f"{path}[{i}]" for i in range(len(items))]
+            store = functools.partial(kind.__setitem__, value) if isinstance(value, list) else None
             if names:
-                self.place(value, lambda: value, names, depth, rooted, store, live=value)
-            self.reached.sized.append((value, f"the length of {path}"))
+                self.place(value, lambda: items, names, depth, rooted, store, live=items)
+            self.reached.sized.append((items, f"the length of {path}"))
 
     def _function(self, function: types.FunctionType, path: str, depth: int, rooted: bool) -> None:
         if is_library_function(function):

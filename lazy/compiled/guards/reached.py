@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torchlazy.lazy.compiled.guards.bare_containers import BareItems, base_of
 from torchlazy.lazy.compiled.guards.code import NamesAskedFor
 from torchlazy.lazy.numbers.questions import plain_size
 from torchlazy.lazy.numbers.tracked import node_of, plain_number
@@ -75,8 +76,8 @@ def _is_simple_leaf(leaf: Any) -> bool:
 def has_plain_keys(value: Any) -> bool:
     """Whether no dict in the value has keys (tensors, modules) that are not plain values."""
     if isinstance(value, dict):
-        return all(map(is_plain_key, value)) and all(map(has_plain_keys, value.values()))
-    return not isinstance(value, (list, tuple, deque)) or all(map(has_plain_keys, value))
+        return all(map(is_plain_key, BareItems(value))) and all(map(has_plain_keys, base_of(value).values(value)))
+    return not isinstance(value, (list, tuple, deque)) or all(map(has_plain_keys, BareItems(value)))
 
 
 def is_plain_key(key: Any) -> bool:
@@ -111,7 +112,7 @@ def refill(container: Any, value: Any) -> None:
 
 def copy_of(container: Any) -> Any:
     """The current contents of a container, to compare with later."""
-    return list(container.items()) if isinstance(container, dict) else list(container)
+    return list(base_of(container).items(container) if isinstance(container, dict) else BareItems(container))
 
 
 class StateSlots:
@@ -386,6 +387,9 @@ _ATOMS = frozenset(
 
 def getter(space: Any, names: list[str]) -> Callable[[], Iterable[Any]]:
     """Reads the named entries of a mapping as they are now; GONE where there is none."""
+    if type(space) not in (dict, OrderedDict) and isinstance(space, dict):
+        read_one = base_of(space).get  # a subclass may have a `get` of its own
+        return lambda: tuple(read_one(space, name, GONE) for name in names)
     if len(names) == 1:
         (name,) = names
         return lambda: (space.get(name, GONE),)

@@ -23,6 +23,7 @@ from torchlazy.runtime.cuda.graph import GraphedProgram
 _SETTLED = 3  # runs whose inputs are compared before a graph is captured
 MAX_CAPTURES = 4  # of one graph anew, since inputs moved that were assumed to stay
 MAX_GRAPHS = 4  # of models that are alike
+_FEW, _SMALL = 8, 1 << 20  # inputs, and their bytes, that cost little to copy
 
 
 class RunsInPython:
@@ -105,7 +106,9 @@ class RunsInPython:
 
 
 def _is_another(moved: list[int], memory: list[torch.Tensor]) -> bool:
-    """Whether what moved says that another model runs: parameters are the most of the inputs and of their bytes."""
-    if 2 * len(moved) <= len(memory):
+    """Whether what moved says that another model runs: parameters are the most of the inputs and of their bytes. A few
+    small inputs are copied, whosever they are."""
+    nbytes = sum(memory[n].nbytes for n in moved)
+    if 2 * len(moved) <= len(memory) or (len(moved) <= _FEW and nbytes <= _SMALL):
         return False
-    return 2 * sum(memory[n].nbytes for n in moved) > sum(tensor.nbytes for tensor in memory)
+    return 2 * nbytes > sum(tensor.nbytes for tensor in memory)

@@ -54,7 +54,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> RunsInPython:
     return RunsInPython(Driver(), object(), object(), "")  # type: ignore[arg-type]
 
 
-def inputs(count: int = 5) -> list[torch.Tensor]:
+def inputs(count: int) -> list[torch.Tensor]:
     return [torch.rand(3) for _ in range(count)]
 
 
@@ -64,7 +64,7 @@ def played(program: RunsInPython, memory: list[torch.Tensor], turns: int) -> Non
 
 
 def test_models_that_are_alike_have_graphs_of_their_own(program: RunsInPython) -> None:
-    student, teacher = inputs(), inputs()
+    student, teacher = inputs(12), inputs(12)
     for _ in range(3):
         played(program, student, 6)
         played(program, teacher, 6)
@@ -94,12 +94,19 @@ def test_what_moves_again_and_again_runs_without_a_graph_and_says_so(program: Ru
 
 
 def test_models_in_turns_settle_nowhere_and_many_models_have_few_graphs(program: RunsInPython) -> None:
-    student, teacher = inputs(), inputs()
+    student, teacher = inputs(12), inputs(12)
     for _ in range(8):
         played(program, student, 1)
         played(program, teacher, 1)
     assert not Graph.made
-    models = [inputs() for _ in range(MAX_GRAPHS + 2)]
+    models = [inputs(12) for _ in range(MAX_GRAPHS + 2)]
     for model in models:
         played(program, model, 6)
     assert len(Graph.made) == MAX_GRAPHS
+
+
+def test_a_few_small_inputs_that_move_are_copied_though_they_are_the_most(program: RunsInPython) -> None:
+    parameter = torch.rand(3)
+    for _ in range(8):
+        played(program, [parameter, torch.rand(3), torch.rand(3)], 1)
+    assert [graph.stays for graph in Graph.made] == [[True, False, False]] and Graph.made[0].replays == 4

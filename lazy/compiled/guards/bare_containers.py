@@ -1,6 +1,6 @@
 """Containers as they are in memory: what a user's subclass made of `values`, `__len__` or `__iter__` is not run.
 
-Such code may do anything: the lazy tables of model libraries load a thousand modules when they are asked for their values.
+Such code may do anything: the lazy tables of a model library load a thousand modules when asked for their values.
 """
 
 from __future__ import annotations

@@ -397,19 +397,23 @@ class _Discovery(ClassDiscovery):
                         live=kept,
                     )
                 simple = all(type(key) in (str, int) for key in keys)
+
+                def store(i: int, item: Any) -> None:
+                    if kind.__contains__(value, keys[i]):
+                        kind.__setitem__(value, keys[i], item)
+
                 self.place(
-                    value, lambda: values if simple else tuple(values), names, depth, rooted,
-                    lambda i, item: kind.__setitem__(value, keys[i], item) if kind.__contains__(value, keys[i]) else None,
-                    live=values, of=value, keys=keys if simple else (),
+                    value, lambda: values if simple else tuple(values), names, depth, rooted, store, live=values,
+                    of=value, keys=keys if simple else (),
                 )  # fmt: skip
             self.reached.sized.append((value if type(value).__len__ is kind.__len__ else kept, f"the length of {path}"))
         else:
             is_plain = type(value).__iter__ is kind.__iter__ and type(value).__len__ is kind.__len__
             items = value if is_plain else BareItems(value)
             names = [f"{path}[{i}]" for i in range(len(items))]
-            store = functools.partial(kind.__setitem__, value) if isinstance(value, list) else None
+            put = functools.partial(kind.__setitem__, value) if isinstance(value, list) else None
             if names:
-                self.place(value, lambda: items, names, depth, rooted, store, live=items)
+                self.place(value, lambda: items, names, depth, rooted, put, live=items)
             self.reached.sized.append((items, f"the length of {path}"))
 
     def _function(self, function: types.FunctionType, path: str, depth: int, rooted: bool) -> None:

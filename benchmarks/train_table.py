@@ -129,14 +129,14 @@ def warm_up(step: Callable[[], torch.Tensor], placement: Placement, steps: int, 
     if placement.is_lazy:
         torchlazy.wait_for_compile()
         # The program's form for graphs, and its capture; in the mode after three runs whose memory is compared.
-        more = {"lazy_graph": 2, "lazy_autotune": 2, "lazy_mode": 6}.get(placement.way, 0)
+        more = {"lazy_graph": 2, "lazy_autotune": 2, "lazy_mode": 6, "lazy": 6}.get(placement.way, 0)
         for _ in range(more):
             with placement.around_step():
                 step()
             torchlazy.wait_for_compile()
     placement.wait()
     measured.cold_seconds = time.perf_counter() - started
-    for _ in range(SETTLING if placement.way in OUR_MODES else 0):
+    for _ in range(SETTLING if placement.way in (*OUR_MODES, "lazy_module") else 0):
         step()  # audits are frequent in the first calls: after these the next one is far away
 
 

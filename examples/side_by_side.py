@@ -26,6 +26,7 @@ Way = Literal[
     "compile_autotune",
     "lazy",
     "lazy_mode",
+    "lazy_module",
     "lazy_compile",
     "lazy_graph",
     "lazy_autotune",
@@ -51,7 +52,7 @@ class Placement:
 
     @property
     def device(self) -> torch.device:
-        return torch.device("lazy" if self.is_lazy and self.way != "lazy_mode" else self.target)
+        return torch.device("lazy" if self.is_lazy and self.way not in ("lazy_mode", "lazy_module") else self.target)
 
     def around_step(self) -> contextlib.AbstractContextManager[Any]:
         """The only difference that a training loop sees in lazy mode."""
@@ -63,7 +64,9 @@ class Placement:
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def prepare(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The peer compiles the model; every other way calls it as it is."""
+        """The peer and "lazy_module" compile the model; every other way calls it as it is."""
+        if self.way == "lazy_module":
+            return torchlazy.compile(function)
         mode = PEER_MODES.get(self.way)
         return torch.compile(function, mode=mode) if mode else function
 

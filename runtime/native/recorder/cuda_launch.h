@@ -28,6 +28,17 @@ inline void* raw_stream(int device) {
   return handle(&current);
 }
 
+// Whether somebody captures a CUDA graph on the stream.
+inline bool is_capturing(void* stream) {
+  using Ask = int (*)(void*, int*);
+  static const Ask ask = [] {
+    void* library = dlopen("libcuda.so.1", RTLD_NOLOAD | RTLD_LAZY);
+    return library ? reinterpret_cast<Ask>(dlsym(library, "cuStreamIsCapturing")) : nullptr;
+  }();
+  int status = 0;
+  return ask && !ask(stream, &status) && status;
+}
+
 // A Python object that C++ keeps, and may let go of without the interpreter's lock.
 inline std::shared_ptr<PyObject> kept_object(const py::handle& h) {
   return {h.inc_ref().ptr(), [](PyObject* object) {
@@ -103,6 +114,7 @@ class CudaForeach {
   const CudaLaunch launch;
 
   at::Tensor table(void* stream, const std::vector<int64_t>& words, at::Device device) {
+    TORCH_CHECK(!is_capturing(stream), "a foreach launch is captured in a CUDA graph, which would keep the address of its table");
     const std::lock_guard hold(lock_);
     for (auto it = kept_.begin(); it != kept_.end(); ++it)
       if (it->stream == stream && it->words == words) return kept_.splice(kept_.begin(), kept_, it), kept_.front().table;

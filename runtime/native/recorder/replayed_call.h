@@ -262,6 +262,7 @@ struct JointFunction : torch::autograd::Function<JointFunction> {
     refuse_looks_inside(*state, grads);
     settle_pending();
     variable_list held = ctx->get_saved_variables();
+    TORCH_CHECK(held.size() == joint.held.size(), "torchlazy: the backward of a compiled call failed, and what it had saved is gone / run the forward again");
     size_t count = 0;
     for (int64_t t : joint.tangents) count += t >= 0;
     variable_list tangents(count);

@@ -170,7 +170,9 @@ class CompiledCallable:
         recorder = self.recorder
         with recorder.lock:
             alike = self._alike.known(args, kwargs, settings)
-            call_facts = alike.call_facts(args) if alike is not None else self._call_facts(args, kwargs, settings)
+            call_facts = (
+                alike.call_facts(args, kwargs) if alike is not None else self._call_facts(args, kwargs, settings)
+            )
             if call_facts is None:
                 return _NOT_SERVED
             given, leaves, structure, key, signature = call_facts

@@ -38,9 +38,13 @@ class RememberedCall:
     signature: CallSignature
     variant: Variant
 
-    def call_facts(self, args: tuple[Any, ...]) -> CallFacts:
+    def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """The arguments flat; None where others are passed by name than then."""
+        return (*args, *kwargs.values()) if tuple(kwargs) == self.structure.names else None
+
+    def call_facts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFacts:
         """What identifies a call with these arguments, which fit."""
-        given = list(args)
+        given = [*args, *kwargs.values()]
         return given, given, self.structure, self.key, self.signature
 
 
@@ -59,7 +63,10 @@ class InlineCache:
     def known(self, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Any) -> RememberedCall | None:
         """What is known of the call; None where it is, or may be, a different one."""
         alike = self._alike
-        if alike is None or kwargs or settings is not alike.settings or not alike.check.fit(args):
+        if alike is None or settings is not alike.settings:
+            return None
+        leaves = alike.leaves(args, kwargs) if kwargs or alike.structure.names else args
+        if leaves is None or not alike.check.fit(leaves):
             return None
         if alike.variant not in alike.signature.variants:  # it was dropped for others
             self.forget()
@@ -73,7 +80,6 @@ class InlineCache:
         if (
             native is None
             or alike is None
-            or kwargs
             or settings is not alike.settings
             or not alike.signature.is_first(alike.variant)
             or alike.variant.is_given_up
@@ -86,7 +92,8 @@ class InlineCache:
             or driver.listeners
         ):
             return None
-        leaves = native.call.run(args)
+        given = alike.leaves(args, kwargs) if kwargs or alike.structure.names else args
+        leaves = None if given is None else native.call.run(given)
         if leaves is None:
             return None
         if self._audits:
@@ -131,7 +138,7 @@ class InlineCache:
 
 def _alike(given: list[Any], key: Any, signature: CallSignature, variant: Variant) -> RememberedCall | None:
     structure, settings = key[:2]
-    if type(structure) is not Flat or structure.names or variant.slot_names or variant.guards.moving:
+    if type(structure) is not Flat or variant.slot_names or variant.guards.moving:
         return None
     if any(variant.aliases):
         return None

@@ -291,6 +291,24 @@ def evaluated_under_autocast(compile: Compile, device: str) -> list[Any]:
     return told
 
 
+def by_name(compile: Compile, device: str) -> list[Any]:
+    """As many arguments, in other places or of other names, are other calls."""
+    model, told = net(device), []
+
+    def scaled(x: torch.Tensor, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
+        return model(x) * scale + shift
+
+    call = compile(scaled)
+    for turn in turns():
+        x = torch.randn(5, 4).to(device)
+        found = call(x=x, scale=2.0)
+        if turn in (15, 19):
+            told += [y.detach().cpu() for y in (call(x, 2.0), call(x, shift=2.0), call(scale=2.0, x=x), call(x))]
+        found.square().sum().backward()
+        told.append(found.detach().cpu())
+    return [*told, *gradients(model)]
+
+
 def with_a_number(compile: Compile, device: str) -> list[Any]:
     model, told = net(device), []
     call = compile(lambda x, scale: model(x) * scale)
@@ -350,7 +368,7 @@ IN_PYTHON = (evaluated_between, two_results, with_saved_hooks)
 PROGRAMS: tuple[Program, ...] = (
     trained, accumulated, normalised, evaluated_between, two_results, hooks_on_results, twice, written_between,
     of_second_order, of_second_order_after_a_write, batched, with_saved_hooks, of_leaves, of_results, frozen_and_thawed,
-    under_autocast, evaluated_under_autocast, with_a_number, in_a_block, statistics_twice, loss_and_logits,
+    under_autocast, evaluated_under_autocast, by_name, with_a_number, in_a_block, statistics_twice, loss_and_logits,
 )  # fmt: skip
 
 

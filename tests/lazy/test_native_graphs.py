@@ -106,7 +106,7 @@ def test_models_in_turns_settle_nowhere_and_many_models_have_few_graphs(program:
 
 
 def test_a_few_small_inputs_that_move_are_copied_though_they_are_the_most(program: RunsInPython) -> None:
-    parameter = torch.rand(3)
-    for _ in range(8):
-        played(program, [parameter, torch.rand(3), torch.rand(3)], 1)
+    parameter, *batches = inputs(17)
+    for turn in range(8):
+        played(program, [parameter, *batches[2 * turn : 2 * turn + 2]], 1)
     assert [graph.stays for graph in Graph.made] == [[True, False, False]] and Graph.made[0].replays == 5

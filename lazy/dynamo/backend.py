@@ -32,6 +32,7 @@ from torchlazy.lazy.export.record import WholeGraph
 from torchlazy.lazy.joint.deeper import derived_again
 from torchlazy.lazy.joint.function import JointHandles, new_seeds, run_joint
 from torchlazy.lazy.joint.record import record_joint
+from torchlazy.lazy.native.block import BLOCKS
 from torchlazy.lazy.plan.joint import CannotRecordJoint, Joint
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LazyTensor, wrap
@@ -145,7 +146,7 @@ class GraphCall:
         self._has_state = bool(_own_tensors(graph_module))
 
     def __call__(self, *args: Any) -> Any:
-        if self.why_eager or self.recorder.mode_depth:
+        if self.why_eager or self.recorder.mode_depth or BLOCKS.is_open_here():
             return self.graph_module.forward(*args)
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         if self._has_state:

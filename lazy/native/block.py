@@ -108,11 +108,7 @@ class NativeBlocks:
 
     def is_open_here(self) -> bool:
         """Whether this thread's operators are recorded natively now."""
-        if not self.depth:
-            return False
-        was_on = bool(self.library.include(False))
-        self.library.include(was_on)
-        return was_on
+        return self.depth > 0 and bool(self.library.is_recording())
 
     def enter(self) -> bool:
         """Record this thread's operators; returns whether they were recorded before."""

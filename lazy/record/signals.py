@@ -6,6 +6,8 @@ is free; after `_PATIENCE` it runs in any case, for a wait may be what it is mea
 
 So does one that comes in a finalizer, where Python prints what is raised and goes on: the end of an operator lets go of
 what it computed with, and that is where a signal is often looked for (three of ten Ctrl-C were lost in training steps).
+So does one that comes while a block of ours begins or ends, such as `lazy_mode`: Python would not leave a block that
+was interrupted after it had begun, and everything that the program did afterwards would be recorded.
 
 Python's own Ctrl-C is such a handler too: inside of a cut it would lose the values that are being computed, gradients
 among them. A second Ctrl-C does not wait.
@@ -18,12 +20,14 @@ from __future__ import annotations
 
 import _thread
 import _weakrefset
+import contextlib
 import functools
 import signal
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -33,6 +37,8 @@ _PATIENCE = 5.0  # seconds
 _MOMENT = 0.001  # seconds
 _CALLBACKS = frozenset({_weakrefset.__file__, weakref.__file__})  # all that they call back is named so:
 _FINALIZERS = frozenset({"__del__", "_remove", "remove"})
+_ENDS = frozenset({"__enter__", "__exit__"})  # of blocks
+_PACKAGE = str(Path(__file__).parents[2])
 _set, _get = signal.signal, signal.getsignal
 
 
@@ -42,6 +48,19 @@ def _is_in_finalizer(frame: FrameType | None) -> bool:
     return code is not None and (
         code.co_name == "__del__" or (code.co_name in _FINALIZERS and code.co_filename in _CALLBACKS)
     )
+
+
+def _begins_or_ends_block(frame: FrameType | None) -> bool:
+    """Whether a block of this package begins or ends in the frame, or in one that waits for it."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _ENDS:
+            if code.co_filename == contextlib.__file__:
+                code = getattr(getattr(frame.f_locals.get("self"), "gen", None), "gi_code", None) or code
+            if code.co_filename.startswith(_PACKAGE):
+                return True
+        frame = frame.f_back
+    return False
 
 
 class BetweenOperators:
@@ -56,7 +75,8 @@ class BetweenOperators:
     def __call__(self, number: int, frame: Any) -> Any:
         is_new, self._is_repeated = not self._is_repeated, False
         is_second = is_new and self._until and self.handler is signal.default_int_handler
-        if _is_in_finalizer(frame) or (self._recorder.lock.is_mine() and not is_second):
+        is_inside = self._recorder.lock.is_mine() or _begins_or_ends_block(frame)
+        if _is_in_finalizer(frame) or (is_inside and not is_second):
             now = time.monotonic()
             self._until = self._until or now + _PATIENCE
             if now < self._until:

@@ -14,6 +14,10 @@ import torchlazy
 from torch import nn
 from torch.nn import functional as F
 from torchlazy.lazy.dynamo.backend import GraphCall, torchlazy_backend
+from torchlazy.runtime.native.recorder_library import LIBRARY
+from torchlazy.runtime.toolchains.toolchain_cpp import has_cpp
+
+from tests.fuzz.ways import followed
 
 Function = Callable[..., Any]
 
@@ -544,3 +548,26 @@ def test_lazy_mode_around_records_as_ever() -> None:
     with torchlazy.lazy_mode():
         result = program(x)
     torch.testing.assert_close(torch.as_tensor(result.tolist()), x.sin() + 1)
+
+
+@pytest.mark.skipif(not has_cpp(), reason="needs a C++ compiler")
+def test_in_a_native_block_a_graph_is_part_of_what_is_recorded() -> None:
+    """As in a block that is recorded in Python: no cut before it."""
+    assert LIBRARY.wait() is not None
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
+    other, were = copy.deepcopy(model), []
+    program = compiled(model)
+    with followed():
+        for turn in range(8):
+            x = torch.full((3, 4), turn / 8)
+            with torchlazy.lazy_mode():
+                found = program(x * 2 + 1)
+                found.square().sum().backward()
+                were.append(LIBRARY.module.is_deferred(found.detach()))
+            want = other(x * 2 + 1)
+            want.square().sum().backward()
+            torch.testing.assert_close(found, want)
+            for p, q in zip(model.parameters(), other.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad)
+                p.grad = q.grad = None
+    assert were[-1]

@@ -6,6 +6,7 @@ where CPython looks for one.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import signal
@@ -19,6 +20,8 @@ from typing import Any
 import pytest
 import torch
 import torchlazy
+from torchlazy.lazy.device.outside_mode import outside_lazy_mode
+from torchlazy.lazy.native.block import BLOCKS
 from torchlazy.lazy.record import lock, signals
 from torchlazy.lazy.record.tensor import LazyTensor
 
@@ -287,6 +290,8 @@ def test_training_interrupted_at_random(way: str, pythons_own_handler: None) -> 
                 time.sleep(0.001)
         except KeyboardInterrupt:
             interrupted += 1
+        assert not BLOCKS.depth and not BLOCKS._suspended, "Python does not leave what was interrupted as it began"
+        assert BLOCKS.library is None or not BLOCKS.library.is_recording()
         plain = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
         with torch.no_grad():
             for mine, theirs in zip(plain.parameters(), model.parameters(), strict=True):
@@ -296,3 +301,44 @@ def test_training_interrupted_at_random(way: str, pythons_own_handler: None) -> 
         assert step() == pytest.approx(expected, rel=1e-3, abs=1e-6)
     least = 9 if "compiled" in way else 45  # one in other finalizers is printed and lost, as ever in Python
     assert interrupted >= least
+
+
+@pytest.mark.parametrize("block", ["class", "generator"])
+def test_a_signal_waits_while_a_block_begins_or_ends(block: str, pythons_own_handler: None) -> None:
+    """At every place of its beginning and of its end: Python would never leave it."""
+    linear, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    files = (_RECORDER, contextlib.__file__)
+
+    def run() -> None:
+        with torchlazy.lazy_mode() if block == "class" else outside_lazy_mode(LazyTensor.recorder):
+            linear(x)
+
+    class Signalling(Interrupting):
+        def __call__(self, frame: Any, event: str, argument: Any) -> None:
+            if event in ("call", "c_return") and frame.f_code.co_filename.startswith(files):
+                self.seen += 1
+                if self.seen == self.at:
+                    self.place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {event} {argument}"
+                    signal.raise_signal(signal.SIGINT)
+
+    torchlazy.config.tiers = "on"
+    with torchlazy.lazy_mode() if block == "generator" else contextlib.nullcontext():
+        run()
+        expected = BLOCKS.depth, BLOCKS._suspended, BLOCKS.library.is_recording()
+        at, places = 1, []
+        while True:
+            found = Signalling(at)
+            with contextlib.suppress(KeyboardInterrupt):
+                sys.setprofile(found)
+                try:
+                    run()
+                finally:
+                    sys.setprofile(None)
+                if found.place:
+                    time.sleep(60)  # one that waits ends this
+            assert (BLOCKS.depth, BLOCKS._suspended, BLOCKS.library.is_recording()) == expected, found.place
+            if not found.place:
+                break
+            places.append(found.place)
+            at += 1
+    assert len(places) > 8

@@ -21,7 +21,10 @@ from torchlazy.lazy.api import driver
 from torchlazy.lazy.native.block import BLOCKS
 from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.record.recorder import current
+from torchlazy.prims.meta import TensorMeta
+from torchlazy.runtime import executor
 from torchlazy.runtime.native.recorder_library import LIBRARY
+from torchlazy.runtime.program.program import ExternCall, Program, ValueRef
 from torchlazy.runtime.toolchains.toolchain_cpp import has_cpp
 
 from tests.fuzz.ways import followed
@@ -750,3 +753,24 @@ def test_blocks_run_as_in_eager_until_the_library_is_there(monkeypatch: pytest.M
             y = torch.ones(2) * 2
             assert torchlazy.is_lazy(y) == is_recorded
         assert y.tolist() == [2.0, 2.0]
+
+
+def test_a_program_that_runs_in_a_block_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads memory past what is deferred; its own operators were recorded, and kernels read what was not there."""
+    monkeypatch.setattr(executor, "_RUNS_IN_PYTHON", -1)
+    meta = TensorMeta((8,), torch.float32, (1,))
+    steps = (
+        ExternCall("aten.exp.default", (ValueRef("x"),), (), ("a",), (meta,)),
+        ExternCall("aten.neg.default", (ValueRef("a"),), (), ("b",), (meta,)),
+    )
+    program = executor.load(Program((("x", meta),), (), (), steps, ("b",), (meta,)), [])
+    were = []
+    for turn in range(8):
+        start = torch.full((8,), turn / 8)
+        with torchlazy.lazy_mode():
+            x = start * 2 + 1
+            were.append(is_deferred(x))
+            (found,) = program.run([x])
+            assert not is_deferred(found) and not is_deferred(x)
+        torch.testing.assert_close(found, -(start * 2 + 1).exp())
+    assert were[-1] and program.native is not None and program.native.has_run

@@ -1543,6 +1543,11 @@ void compute_for_reader(StorageImpl* storage) {
   with_errors_of_python([&] { recorder->compute_for(storage); });
 }
 
+bool is_recording() {  // whether a block is open in this thread
+  const auto& keys = c10::impl::tls_local_dispatch_key_set();
+  return keys.included_.has(KEY) && !keys.excluded_.has(KEY);
+}
+
 void settle_pending() {
   if (!pending_memories.load(std::memory_order_relaxed)) return;
   auto hold = acquire();
@@ -1563,6 +1568,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("run", torch::wrap_pybind_function([](const NativeProgram& program, py::list given, const py::sequence& scalars) {
         const NativeProgram::Words words = program.words_of(scalars);
         std::vector<at::Tensor> inputs;
+        if (is_recording()) settle_pending();  // it reads memory past what is deferred
+        const c10::impl::ExcludeDispatchKeyGuard alone{DispatchKeySet(KEY)};
         for (auto item : given) inputs.push_back(py::cast<at::Tensor>(item));
         given.attr("clear")();
         try {
@@ -1599,6 +1606,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("exchange_works", &exchange_works);
   m.def("pooled_bytes", [] { return Pool::the().held(); });  // that no tensor has
   m.def("set_hooks", [](py::object hooks) { recorder->hooks = new py::object(std::move(hooks)); });
+  m.def("is_recording", &is_recording);
   m.def("include", [](bool on) {  // whether this thread's operators are recorded; returns whether they were
     const bool was = c10::impl::tls_is_dispatch_key_included(KEY);
     c10::impl::tls_set_dispatch_key_included(KEY, on);

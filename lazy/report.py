@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from torchlazy.lazy.trace.diff import Divergence, summary
+from torchlazy.lazy.trace.user_frames import text_of
 
 _KEPT_DIVERGENCES = 200
 
@@ -191,11 +192,20 @@ class Account:
         self.reset()
 
     def reset(self) -> None:
-        self.cuts: Counter[tuple[str, str]] = Counter()
+        self._cuts: Counter[tuple[str, str]] = Counter()
+        self.cuts_at: dict[tuple[str, Any], int] = {}  # natively recorded ones, by places (`user_frames.user_place`)
         self.divergences: deque[Divergence] = deque(maxlen=_KEPT_DIVERGENCES)
         self.externs: Counter[tuple[str, str, str, bool]] = Counter()
         self.eager: Counter[tuple[str, str]] = Counter()
         self.eager_frames: dict[tuple[str, str], str] = {}
+
+    @property
+    def cuts(self) -> Counter[tuple[str, str]]:
+        """How often each cause cut a trace at each of the user's lines."""
+        at, self.cuts_at = self.cuts_at, {}
+        for (cause, place), count in at.items():
+            self._cuts[cause, text_of(place)] += count
+        return self._cuts
 
 
 metrics = Metrics()

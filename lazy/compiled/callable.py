@@ -51,7 +51,7 @@ from torchlazy.lazy.compiled.template.argument_facts import facts_of
 from torchlazy.lazy.compiled.template.arguments import OpenKinds, Passed, containers_of, flatten_call
 from torchlazy.lazy.compiled.template.difference import difference, serves, took_other_branch
 from torchlazy.lazy.compiled.template.numbers import unbacked_sources
-from torchlazy.lazy.compiled.template.template import Segment, run_at_once
+from torchlazy.lazy.compiled.template.template import JointRun, Segment, run_at_once
 from torchlazy.lazy.compiled.template.views import copy_argument_views
 from torchlazy.lazy.compiled.variants import (
     CallSignature,
@@ -77,6 +77,7 @@ from torchlazy.lazy.torch_private.patches import exclude_from_dynamo
 _TENSOR = torch.Tensor
 _MAX_EVICTIONS = 8  # of variants whose parameters were replaced; after that the parameters may alternate
 _NOT_SERVED = object()
+_IN_EAGER = object()  # not served, and recording it gains nothing
 _ANEW = object()  # state that the call reaches changed before its capture: the call starts over
 
 
@@ -156,6 +157,10 @@ class CompiledCallable:
                 found = self._run_python(args, kwargs)
                 if self._growth.name:  # flushed here, where programs are made for all sizes
                     recorder.cut("flush")
+        if found is _IN_EAGER:
+            self._counts["verified"] += 1
+            with running_compiled():
+                return self._function(*args, **kwargs)
         return found if found is not _ANEW else self(*args, **kwargs)  # without the lock: a backward runs in threads
 
     @property
@@ -176,6 +181,8 @@ class CompiledCallable:
             if call_facts is None:
                 return _NOT_SERVED
             given, leaves, structure, key, signature = call_facts
+            if not signature.variants and (left := self._left_to_python(signature, key)) is not None:
+                return left
             audited, has_missed = None, False
             others = functools.partial(self._families.side_exits, signature, key, leaves)
             exits = SideExits(others, self._shared, (given, leaves), self.settings.audit)
@@ -254,6 +261,20 @@ class CompiledCallable:
                 key = (structure, settings, *facts_of(leaves, self._numbers.free), *replaced)
             signature = self._signatures.of(key)
         return given, leaves, structure, key, signature
+
+    def _left_to_python(self, signature: CallSignature, key: Any) -> Any:
+        """How a call of sizes that come for the first time is left to its Python, where its template costs more; else
+        None. Recorded where one program serves all sizes; a graph of its results keeps what a program would fuse."""
+        if config.tiers != "on" or self.settings.fullgraph:
+            return None
+        template = self._families.too_dear(key)
+        if template is None:
+            return None
+        has_graph = any(isinstance(step, JointRun) for step in template.steps)
+        if not (has_graph or BLOCKS.serves(self.driver)) or signature.comes_again():
+            return None
+        self._note("ran its Python at sizes that came once: a template for them takes longer than it saves")
+        return _IN_EAGER if has_graph else _NOT_SERVED
 
     def _is_intercepted(self) -> bool:
         if why := why_intercepted():

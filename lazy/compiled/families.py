@@ -10,6 +10,7 @@ one by one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,6 +38,7 @@ _MOST_TRIES = 5  # captures during which growth is no reason to stop
 _MOST_ATTEMPTS = 6  # captures that did not fit those before
 _OFTEN = 32  # uses of one size, after which its programs may become CUDA graphs
 _MOST_BOUND = 512  # sizes for which a bound template is kept
+_MOST_BINDING = 0.05  # of the time between two calls of new sizes, for the template of one
 
 
 @dataclass(eq=False)
@@ -54,6 +56,7 @@ class CallFamily:
     changes: int = 0  # how often the contents of slots were of another kind
     bound: dict[Any, SizedVariant] = field(default_factory=dict)  # by sizes and known unbacked ones
     misfits: dict[Any, None] = field(default_factory=dict)  # such keys that the template does not serve
+    binding: float = 0.0  # seconds that the template took to be made for the last new sizes
     unbacked_kind: Any = None  # which of the unbacked sizes are 0 or 1
     branches: dict[Any, CallFamily] = field(default_factory=dict)  # by other such kinds
 
@@ -136,6 +139,7 @@ class CallFamilies:
         self._dynamic, self._recorder, self._make, self._note = dynamic, recorder, make, note
         self._make_late = make_late
         self._has_late_forms = False
+        self._last_new = 0.0  # when a call of new sizes came
         self._families: dict[Any, list[CallFamily]] = {}
 
     @property
@@ -167,6 +171,17 @@ class CallFamilies:
                 self._families.pop(next(iter(self._families)))
         found.tries += 1
         return found
+
+    def too_dear(self, key: Any) -> t.CallTemplate | None:
+        """A template that would serve a call of new sizes, where making it for them takes much of the time between two
+        such calls: sizes that do not come again then cost less in eager."""
+        now = time.perf_counter()
+        since, self._last_new = now - self._last_new, now
+        for family in self._families.get((key[:2], sizes_of(key[2:]).kind), ()):
+            is_ready = family.sized is not None and family.is_verified and not family.sized.has_unbacked_sizes
+            if is_ready and family.binding > _MOST_BINDING * since:
+                return family.sized.last.captured.template  # type: ignore[union-attr]
+        return None
 
     def variants(self, signature: CallSignature, key: Any, leaves: list[Any]) -> Iterator[Variant]:
         """Those that may serve the call; after them the one made for its sizes, where there is a template for all.
@@ -256,6 +271,7 @@ class CallFamilies:
             return family.bound[sizes, late]
         if not captured.guards.holds():
             return None
+        start = time.perf_counter()
         made = sized.template_for(sizes, leaves + held, late)
         if isinstance(made, str):
             if not late:
@@ -265,6 +281,7 @@ class CallFamilies:
             family.misfits[sizes, late] = None
             return None
         found = self._bind(family, sizes, made, facts)
+        family.binding = time.perf_counter() - start
         while len(family.bound) >= _MOST_BOUND:
             family.bound.pop(next(iter(family.bound)))
         family.bound[sizes, late] = found

@@ -17,6 +17,7 @@ from torchlazy.lazy.native.graphs import RunsInPython
 from torchlazy.lazy.native.learn import LearnedTrace, Unlearnable, learn
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.report import account, metrics
+from torchlazy.lazy.run.dynamic_program import BoundRun
 from torchlazy.lazy.torch_private.dispatch import above_dispatch
 from torchlazy.lazy.trace import user_frames
 from torchlazy.lazy.trace.trace import CutTrace, compute_device
@@ -55,7 +56,8 @@ class Programs:
 
     def cut(self, cause: str, operators: int) -> None:
         """A trace of so many operators ends here; `cause` is "name: reason" where an operator runs at once."""
-        account.cuts[cause, user_frames.user_frame()] += 1
+        counts, place = account.cuts_at, (cause, user_frames.user_place())
+        counts[place] = counts.get(place, 0) + 1
         metrics.cuts[cause] += 1
         metrics.traces += 1
         metrics.ops += operators
@@ -158,8 +160,7 @@ class Programs:
             list(learned.equal),
             list(learned.fixed),
             list(learned.outputs),
-            # Else it is for all sizes, or on a GPU, where it becomes a CUDA graph.
-            found.compiled.run.native if type(found.compiled.run) is Executable and device == "cpu" else None,
+            None if device != "cpu" else _native(found.compiled.run),  # on a GPU it becomes a CUDA graph
         )
 
     def _begun(self, known: KnownLog, trace: CutTrace, device: str, *form: Any) -> KnownTrace:
@@ -168,6 +169,13 @@ class Programs:
         if found.compiled is None and not known.has_begun and found.seen == 1:  # the trace came twice already
             found, _ = self.driver.tiers.look_up(trace, device, known.frame, *form)
         return found  # type: ignore[no-any-return]
+
+
+def _native(run: Any) -> tuple[Any, tuple[Any, ...], Any] | None:
+    """The program in C++, its scalars behind the trace's, and what gives these anew; None where it runs in Python."""
+    if type(run) is BoundRun:
+        return run.native()
+    return (run.native, (), None) if type(run) is Executable and run.native is not None else None
 
 
 def _unchanged(known: KnownLog, outputs: set[int]) -> set[int]:

@@ -392,38 +392,36 @@ class RunsForAllSizes:
     def __init__(
         self, driver: Any, template: Template, trace: CutTrace, symbols: Callable[[Sequence[int]], list[int]]
     ) -> None:
-        self._driver, self._template, self._trace, self._symbols = driver, template, trace, symbols
-        self._bound: dict[tuple[int, ...], Any] = {}
+        self.driver, self.template, self.trace, self._symbols = driver, template, trace, symbols
 
-    def at(self, values: Sequence[int]) -> Any:
-        """The program: memory and scalars -> the outputs' values. None where its guards do not hold."""
-        key = tuple(values)
-        if key not in self._bound:
-            if len(self._bound) > 4096:
-                self._bound.clear()
-            self._bound[key] = self._make(tuple(self._symbols(values)))
-        return self._bound[key]
+    def at(self, values: Sequence[int]) -> RunsForSizes | None:
+        """The program for these sizes; None where its guards do not hold."""
+        symbols = tuple(self._symbols(values))
+        return RunsForSizes(self, symbols) if self.template.holds(*symbols) else None
 
-    def _make(self, symbols: tuple[int, ...]) -> Any:
-        template, driver = self._template, self._driver
-        if not template.holds(*symbols):
-            return None
+
+class RunsForSizes:
+    """The program for some sizes: memory and scalars -> the outputs' values. `native` as in `Programs.plan`."""
+
+    def __init__(self, programs: RunsForAllSizes, symbols: tuple[int, ...]) -> None:
+        template, self.driver, self.trace = programs.template, programs.driver, programs.trace
+        self.symbols = symbols
         run: Any = BoundRun(template.run, symbols)
-        compiled = Compiled(run, template.program, self._trace, None, template.fallbacks, template.timings)  # type: ignore[arg-type]
+        self.native = run.native()
+        self._compiled = Compiled(run, template.program, self.trace, None, template.fallbacks, template.timings)  # type: ignore[arg-type]
+        self._ints_of = template.matcher.ints_of
 
-        def trace() -> CutTrace:
-            floats = decompose_trace(self._trace).floats
-            return assemble_trace(self._trace, template.matcher.ints_of(symbols), floats, plain=True)
+    def _trace_at_sizes(self) -> CutTrace:
+        floats = decompose_trace(self.trace).floats
+        return assemble_trace(self.trace, self._ints_of(self.symbols), floats, plain=True)
 
-        def call(memory: list[Any], scalars: list[Any]) -> list[Any]:
-            metrics.hits += 1
-            found: list[Any] = driver.run_compiled(compiled, trace, memory, scalars)
-            error = next((value for value in found if isinstance(value, BaseException)), None)
-            if error is not None:
-                raise error
-            return found
-
-        return call
+    def __call__(self, memory: list[Any], scalars: list[Any]) -> list[Any]:
+        metrics.hits += 1
+        found: list[Any] = self.driver.run_compiled(self._compiled, self._trace_at_sizes, memory, scalars)
+        error = next((value for value in found if isinstance(value, BaseException)), None)
+        if error is not None:
+            raise error
+        return found
 
 
 def _odd(size: int) -> int:

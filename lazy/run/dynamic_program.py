@@ -63,6 +63,24 @@ class BoundRun:
     def counts(self) -> Any:
         return self._now.counts
 
+    def native(self, runs: int = 0) -> tuple[Any, tuple[Any, ...], Any] | None:
+        """The program in C++, its scalars behind the trace's, and where there is to be asked again, having counted so
+        many runs; None on a GPU, or where it runs in Python."""
+        count = self.count
+        if count is not None:
+            self._counted(count, runs)
+        now = self._now
+        if type(now) is not Executable or now.device is not None or now.native is None:
+            return None
+        return now.native, self.extra if now is self.executable else (), None if count is None else self.native
+
+    @staticmethod
+    def _counted(count: SizeCount, runs: int) -> None:
+        count.runs += runs
+        count.tally.runs += runs
+        if count.runs >= count.next_look:
+            count.look(count)
+
     def where_failed(self, error: Exception) -> Any:
         """As `Executable.where_failed`."""
         return self._now.where_failed(error)
@@ -71,10 +89,7 @@ class BoundRun:
         """As `Executable.run`, with the trace's own scalars."""
         count = self.count
         if count is not None:
-            count.runs += 1
-            count.tally.runs += 1
-            if count.runs >= count.next_look:
-                count.look(count)
+            self._counted(count, 1)
             if (own := count.own) is not None:
                 return own.run(inputs, scalars)
         return self.executable.run(inputs, [*scalars, *self.extra])

@@ -31,6 +31,16 @@ def _is_internal(filename: str) -> bool:
 
 def user_frame() -> str:
     """ "path/model.py:41" of the caller's own code, or "" at the interpreter's exit."""
+    return text_of(user_place())
+
+
+def text_of(place: tuple[str, int] | None) -> str:
+    """A place as text."""
+    return "" if place is None else f"{_short(place[0])}:{place[1]}"
+
+
+def user_place() -> tuple[str, int] | None:
+    """The file and line of the caller's own code; None at the interpreter's exit."""
     frame = sys._getframe(1)
     known = _INTERNAL.get  # a capture asks at each operator, a dozen frames deep
     while frame is not None:
@@ -39,9 +49,9 @@ def user_frame() -> str:
         if internal is None:
             internal = _is_internal(filename)
         if not internal:
-            return f"{_short(filename)}:{frame.f_lineno}"
+            return filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    return None
 
 
 def frame_of_error(error: BaseException) -> str:

@@ -1,15 +1,16 @@
 """A loaded program as the native recorder's library runs it: its steps by number, kernels by address.
 
-Invariant: what it refuses (a kernel of Numba, sizes that vary, a constant without a form in C++) runs as the program's
-Python function; the results are the same.
+Invariant: what it refuses (a kernel of Numba, one of Triton at sizes that vary, a constant without a form in C++) runs
+as the program's Python function; the results are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchlazy.prims.meta import TensorMeta
+from torchlazy.prims.size_expr import Structure
 from torchlazy.runtime.program.program import (
     Allocate,
     ExternCall,
@@ -21,13 +22,12 @@ from torchlazy.runtime.program.program import (
     ValueRef,
 )
 from torchlazy.runtime.program.steps import CALLED_AS, resolve_overload
+from torchlazy.runtime.program.symbolic import FloatName, SizeName
 from torchlazy.runtime.toolchains.toolchain import LoadedKernel
 
 
 def native_program(library: Any, program: Program, kernels: Sequence[LoadedKernel], device: int | None) -> Any:
     """The program in C++; None where it has to run in Python. `device`: of its CUDA kernels, None on the CPU."""
-    if program.symbols:
-        return None
     try:
         return library.Program(_Steps(program, kernels).spec() | {"device": -1 if device is None else device})
     except (RuntimeError, TypeError, ValueError, KeyError, AttributeError):
@@ -45,6 +45,7 @@ class _Steps:
             elif isinstance(step, ExternCall):
                 made = zip(step.outputs, step.metas, strict=True)
                 self.metas.update((name, meta) for name, meta in made if name is not None and meta is not None)
+        self.sizes = {name: number for number, (name, _) in enumerate(program.sizes)}
         self.scalars = {name: number for number, (name, _) in enumerate(program.scalars)}
         kept = {program.inputs[position][0] for _, position in program.donations}
         self.lasting = kept | set(program.outputs)
@@ -59,6 +60,8 @@ class _Steps:
             "outputs": [self.slot(name) for name in program.outputs],
             "scalars": [kind is float for _, kind in program.scalars],
             "donations": list(program.donations),
+            "symbols": len(program.symbols),
+            "sizes": [postfix(size, {name: n for n, name in enumerate(program.symbols)}) for _, size in program.sizes],
             "slots": len(self.slots),
         }
 
@@ -68,25 +71,32 @@ class _Steps:
     def step(self, step: Any) -> tuple[Any, ...]:
         if isinstance(step, Allocate):
             reuse = -1 if step.reuse is None else self.slot(step.reuse)
-            return "allocate", self.slot(step.name), reuse, _layout(step.meta), step.meta.device
+            return "allocate", self.slot(step.name), reuse, self._layout(step.meta), step.meta.device
         if isinstance(step, Reinterpret):
-            return "window", self.slot(step.name), self.slot(step.source), _layout(step.meta), int(step.offset)
+            source, moved = self.slot(step.source), self._moved([step.offset])
+            offset = int(step.offset), moved[0][1] if moved else -1
+            return "window", self.slot(step.name), source, self._layout(step.meta), *offset
         if isinstance(step, Launch):
             kernel = self.kernels[step.kernel]
-            sizes = tuple(map(int, step.sizes))
-            return (
-                "launch", self._function(kernel, step.buffers, sizes), [self.slot(name) for name in step.buffers],
-                [self.scalars[name] for name in step.scalars], list(sizes), list(kernel.source.index_checks),
-            )  # fmt: skip
+            function = self._function(kernel, step.buffers, step.sizes)
+            scalars = [self.scalars[name] for name in step.scalars]
+            sizes = list(map(int, step.sizes)), self._moved(step.sizes)
+            buffers = [self.slot(name) for name in step.buffers]
+            return "launch", function, buffers, scalars, *sizes, list(kernel.source.index_checks)
         if isinstance(step, ForeachLaunch):
             kernel = self.kernels[step.kernel]
             given = [row for row in step.rows if not (row[1] and row[1][0] == 0)]
             rows = [
-                ([self.slot(b) for b in buffers], list(map(int, sizes)), [self.scalars[n] for n in scalars])
+                (
+                    [self.slot(name) for name in buffers],
+                    list(map(int, sizes)),
+                    self._moved(sizes),
+                    [self.scalars[name] for name in scalars],
+                )
                 for buffers, sizes, scalars in given
             ]
             scalars = [self.scalars[name] for name in step.scalars]
-            sizes = tuple(int(sizes[0]) for _, sizes, _ in given if sizes)
+            sizes = tuple(sizes[0] for _, sizes, _ in given if sizes)
             function = self._function(kernel, given[0][0] if given else (), sizes)
             return "foreach", function, rows, scalars, list(kernel.source.index_checks)
         if isinstance(step, ExternCall):
@@ -98,6 +108,8 @@ class _Steps:
         """Where a kernel of C++ is, or how the driver launches one of Triton's; None where there is nothing to do."""
         if kernel.triton is None:
             return kernel.function.packed  # type: ignore[union-attr]
+        if self._moved(sizes):
+            raise TypeError("a kernel of Triton at sizes that vary")
         if not buffers or (sizes[:1] == (0,) and not kernel.source.foreach):
             return None
         found = kernel.triton.driver_launch(self.metas[buffers[0]].device, sizes)
@@ -115,7 +127,7 @@ class _Steps:
             raise TypeError(f"{step.op} depends on more than its arguments")
         name, _, kind = overload.name().partition(".")
         outputs = [
-            None if output is None or meta is None else (self.slot(output), _layout(meta))
+            None if output is None or meta is None else (self.slot(output), self._layout(meta))
             for output, meta in zip(step.outputs, step.metas, strict=True)
         ]
         kwargs = {name: self._argument(value) for name, value in step.kwargs}
@@ -126,8 +138,35 @@ class _Steps:
             return ("scalar", self.scalars[value.name]) if value.scalar else ("value", self.slot(value.name))
         if isinstance(value, (list, tuple)):
             return [self._argument(item) for item in value]
+        if isinstance(value, SizeName):
+            return "size", self.sizes[value.name]
+        if isinstance(value, FloatName):
+            raise TypeError(f"{value}, a float that a run computes from sizes")
         return value
 
+    def _layout(self, meta: TensorMeta) -> tuple[Any, ...]:
+        moved = self._moved((*meta.shape, *meta.strides))
+        return list(map(int, meta.shape)), list(map(int, meta.strides)), meta.dtype, moved
 
-def _layout(meta: TensorMeta) -> tuple[list[int], list[int], Any]:
-    return list(map(int, meta.shape)), list(map(int, meta.strides)), meta.dtype
+    def _moved(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
+        """Places of the sizes that a run computes, each with the size's number."""
+        return [(n, self.sizes[size.name]) for n, size in enumerate(numbers) if isinstance(size, SizeName)]
+
+
+def postfix(size: Structure, place: Mapping[str, int]) -> list[tuple[int, int]]:
+    """The expression as the C++ has it (`Expression`): (0, number), (1, symbol) or an operator behind its operands."""
+
+    def factor(value: Structure) -> list[tuple[int, int]]:
+        if isinstance(value, str):
+            return [(1, place[value])]
+        kind, left, right = value
+        return [*postfix(left, place), *postfix(right, place), ({"//": 5, "%": 6}[kind], 0)]
+
+    code: list[tuple[int, int]] = []
+    for coefficient, *factors in size[1:]:
+        first = not code
+        code.append((0, coefficient))
+        for value in factors:
+            code += [*factor(value), (4, 0)]
+        code += [] if first else [(2, 0)]
+    return code or [(0, 0)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torchlazy
 from torchlazy.lazy.api import driver, recorder
+from torchlazy.lazy.compiled import families
 from torchlazy.lazy.native.block import BLOCKS
 from torchlazy.lazy.run.programs import KnownTrace
 
@@ -61,6 +62,12 @@ def _fresh_recorder(held_jobs: HeldJobs) -> Iterator[None]:
     held_jobs.drop()
     for name, value in kept.items():
         setattr(torchlazy.config, name, value)
+
+
+@pytest.fixture(autouse=True)
+def _bound_at_first_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates are made for sizes that come once, too, however long that takes."""
+    monkeypatch.setattr(families, "_MOST_BINDING", float("inf"))
 
 
 @pytest.fixture(params=["native", "python"])

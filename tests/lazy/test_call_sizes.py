@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import warnings
@@ -14,6 +15,7 @@ import torch
 import torchlazy
 from torch import Tensor
 from torch.nn import functional as F
+from torchlazy.lazy.compiled import families
 
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
 
@@ -497,3 +499,31 @@ def test_a_number_that_was_none_and_is_stored_anew_at_each_size_is_no_alarm() ->
         assert module.pooled == 2
     report = run.report()
     assert not report.alarm and report.captures <= 5 and report.verified == 0, report
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+@pytest.mark.parametrize("graph", [True, False])
+def test_sizes_that_come_once_run_their_python(graph: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a template for them takes longer than it saves. They are replayed from the second call on."""
+    monkeypatch.setattr(families, "_MOST_BINDING", 0.0)
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 3))
+    other = copy.deepcopy(module)
+    run, runs = torchlazy.compile(module.to(device)), []
+    for sizes in (SIZES[:5], SIZES[5:], SIZES[5:]):
+        before = run.report()
+        for size in sizes:
+            x = torch.full((size, 6), size / 7)
+            with torch.set_grad_enabled(graph):
+                found, want = run(x.to(device)), other(x)
+                torch.testing.assert_close(found.cpu(), want)
+                if graph:
+                    found.square().sum().backward()
+                    want.square().sum().backward()
+        after = run.report()
+        runs.append((after.verified - before.verified, after.captures - before.captures))
+    for p, q in zip(module.parameters(), other.parameters(), strict=True):
+        assert not graph or p.grad is not None
+        torch.testing.assert_close(*(None if t.grad is None else t.grad.cpu() for t in (p, q)))
+    assert runs[1:] == [(len(SIZES) - 5, 0), (0, 0)] and runs[0][0] <= 2, (runs, run.report())
+    assert "sizes that came once" in str(run.report())

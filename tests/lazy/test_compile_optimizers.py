@@ -115,6 +115,9 @@ def test_versions_of_parameters_and_state_move_as_they_do_in_eager(name):
             (state,) = optimizer.state.values() or [{}]
             tensors = [model.weight, *(x for x in state.values() if isinstance(x, torch.Tensor))]
             found.append([x._version for x in tensors])
+            assert all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors), (
+                "state is of the ordinary classes"
+            )
         return found
 
     assert versions(True) == versions(False)

@@ -11,6 +11,7 @@ import torch
 import torchlazy
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchlazy.lazy.native.sizes import RunsForAllSizes, RunsForSizes
 from torchlazy.lazy.report import metrics
 from torchlazy.runtime.native.recorder_library import LIBRARY
 from torchlazy.runtime.toolchains.toolchain_cpp import has_cpp
@@ -245,3 +246,23 @@ def test_training_at_a_new_length_each_step(compiled: bool) -> None:
     assert follows() >= 15, families()
     if compiled:
         assert metrics.compiles - compiles <= 2
+
+
+def test_programs_for_all_sizes_run_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New sizes are asked for once each; a size that comes again is followed without Python."""
+    by_the_driver()
+    asked: list[tuple[int, ...]] = []
+    original = RunsForAllSizes.at
+    monkeypatch.setattr(RunsForAllSizes, "at", lambda self, now: asked.append(tuple(now)) or original(self, now))
+    monkeypatch.setattr(RunsForSizes, "__call__", lambda *given: pytest.fail("it runs in Python"))
+
+    def program(size: int) -> Any:
+        x = torch.arange(size * 4.0).view(size, 4)
+        return (x @ x.t()).softmax(-1).sum(0).exp() + x.tanh().sum(1) * 2
+
+    sizes = [5, 7, 9, 12, 17, 21, 23, 25, 12, 17, 40, 41, 40, 12, 44, 51, 44, 61, 62, 51]
+    for _, have, want in both(program, sizes):
+        torch.testing.assert_close(have, want)
+        torchlazy.wait_for_compile()
+    assert follows() >= 6, families()
+    assert len(asked) == len(set(asked)) >= 4

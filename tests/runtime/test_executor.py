@@ -23,6 +23,7 @@ from torchlazy.runtime.program.program import (
     ValueRef,
 )
 from torchlazy.runtime.program.steps import _BOUND, quickest_call, without_defaults
+from torchlazy.runtime.program.symbolic import SizeName
 from torchlazy.runtime.toolchains.kernel_cache import KernelCache, open_cache
 from torchlazy.runtime.toolchains.toolchain import has_cpp, load_kernels
 
@@ -105,6 +106,58 @@ def test_address_arithmetic_and_reuse_between_dtypes(cache: KernelCache) -> None
     (out,) = executable.run([x, index], [0.0])
     torch.testing.assert_close(out, -2 * x[4:][index])
     assert "half_p = x_p + 16" in executable.source
+
+
+@needs_cpp
+def test_sizes_that_a_run_computes(cache: KernelCache, way: str) -> None:
+    """In each place of each step: sizes, strides, offsets, loop bounds, rows, arguments of library calls, lists."""
+    n, half, rest, two = (SizeName.of(name, value) for name, value in (("n0", 6), ("n1", 3), ("n2", 2), ("n3", 12)))
+
+    def of(*sizes: int, strides: tuple[int, ...] | None = None) -> TensorMeta:
+        return TensorMeta(sizes, torch.float32, strides or contiguous_strides(sizes))
+
+    executable = make(
+        cache,
+        inputs=(("x", of(n)),),
+        scalars=(("lr", float), ("shift", int), ("s", int)),
+        symbols=("s",),
+        sizes=(
+            ("n0", ("+", (1, "s"))),
+            ("n1", ("+", (1, ("//", ("+", (1, "s")), ("+", (2,)))))),
+            ("n2", ("+", (1, ("%", ("+", (1, "s"), (2,)), ("+", (3,)))), (-1,), (1,))),
+            ("n3", ("+", (2, "s"))),
+        ),
+        kernels=(cpp_scale(), cpp_foreach()),
+        steps=(
+            Allocate("scaled", of(n)),
+            Launch(0, ("x", "scaled"), ("lr",), (n,)),  # 2 x + lr
+            Reinterpret("second", "scaled", of(half), half),
+            Allocate("rows", of(n)),
+            ForeachLaunch(1, ((("x", "rows"), (n,), ("lr",)), (("scaled", "rows"), (half,), ("lr",))), ("shift",)),
+            ExternCall(
+                "aten.expand.default",
+                (ValueRef("second"), (two, half)),
+                (),
+                ("wide",),
+                (of(two, half, strides=(half, 1)),),
+            ),
+            ExternCall("aten.narrow.default", (ValueRef("x"), 0, rest, 1), (), ("one",), (of(1),)),
+            Allocate("again", of(half, 2, strides=(1, half)), reuse="scaled"),
+            ExternCall("aten.neg.default", (ValueRef("rows"),), (), ("minus",), (of(n),)),
+        ),
+        outputs=("wide", "one", "minus"),
+        output_metas=(of(two, half, strides=(half, 1)), of(1), of(n)),
+    )
+    for size in (6, 4, 10):
+        x = torch.randn(size)
+        wide, one, minus = executable.run([x], [0.5, 3, size])
+        scaled, half_size = 2 * x + 0.5, size // 2
+        torch.testing.assert_close(wide, scaled[half_size:][:half_size].expand(2 * size, half_size))
+        torch.testing.assert_close(one, x[(size + 2) % 3 :][:1])
+        rows = x * 0.5 + 3
+        rows[:half_size] = scaled[:half_size] * 0.5 + 3
+        torch.testing.assert_close(minus, -rows)
+    assert way == "Python" or (executable.native is not None and executable.native.has_run)
 
 
 @needs_cpp

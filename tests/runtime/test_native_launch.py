@@ -147,8 +147,9 @@ def test_programs_launch_as_the_launcher_does(driver: Any) -> None:
     def program(function: int) -> Any:
         kernel = (*functions, function, 64, 2048, facts.grid, [4096], [100, 7], facts.unaligned, facts)
         spec = {
-            "inputs": [0, 1], "steps": [("launch", kernel, [0, 1], [0, 1], [100, 7], []), ("launch", None)],
-            "outputs": [0], "scalars": [True, False], "donations": [(0, 0)], "slots": 2, "device": -1,
+            "inputs": [0, 1], "steps": [("launch", kernel, [0, 1], [0, 1], [100, 7], [], []), ("launch", None)],
+            "outputs": [0], "scalars": [True, False], "donations": [(0, 0)], "slots": 2, "device": -1, "symbols": 0,
+            "sizes": [],
         }  # fmt: skip
         return LIBRARY.module.Program(spec)
 

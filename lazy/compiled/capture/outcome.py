@@ -39,6 +39,7 @@ from torchlazy.lazy.numbers.questions import plain_size
 from torchlazy.lazy.numbers.tracked import node_of
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor
+from torchlazy.lazy.torch_private.autograd_layout import set_versions
 from torchlazy.lazy.torch_private.dispatch import any_autocast, flatten_tree, unflatten_tree
 from torchlazy.lazy.torch_private.distributed import part_of, whole_of
 from torchlazy.lazy.trace.geometry import Geometry, is_dense
@@ -379,12 +380,19 @@ class Outcome:
                     tensor.grad = plain if part is tensor.grad else whole_of(tensor.grad)(plain)
 
     def settle_new(self, tensors: Sequence[LazyTensor]) -> None:
-        """Let new state on the native lazy device (an optimizer's at its first step), which is no change of a known
-        place, be of ordinary tensors: the very objects, since anything may hold them. Their versions begin anew."""
+        """Let new state (an optimizer's at its first step), which is no change of a known place, be of ordinary
+        tensors: the very objects, since anything may hold them."""
         for tensor in tensors if self.call.plain else ():
-            if DEVICE.is_marked(tensor) and id(tensor) not in self._plain and graph_of(tensor) is None:
+            is_left = DEVICE.is_marked(tensor) or tensor._geometry.device != LAZY
+            if is_left and id(tensor) not in self._plain and graph_of(tensor) is None:
+                found = self._plainly(tensor)
+                if type(found) is torch.Tensor and not (
+                    found.requires_grad or found._is_view() or found.is_inference()
+                ):
+                    found = found.data  # else what the recorder writes to its memory counts, too
+                    set_versions([found], [tensor._version])
                 with suppress(RuntimeError):  # a weak reference to it
-                    torch.utils.swap_tensors(tensor, self._plainly(tensor))
+                    torch.utils.swap_tensors(tensor, found)
 
     # ---------------------------------------------------------------- what else is alive
 

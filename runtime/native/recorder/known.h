@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <map>
 #include <memory>
 #include <unordered_map>
 #include <unordered_set>
@@ -55,8 +56,15 @@ struct Path {
   std::vector<Input> inputs;
   std::vector<uint32_t> outputs;  // numbers
   std::vector<uint8_t> gives;     // by number: 1 for an output
-  py::object program;                     // in Python: memory and scalars -> the outputs' values
-  std::shared_ptr<NativeProgram> native;  // the same without Python, where it can be
+  struct Run {
+    py::object program;                     // in Python: memory and scalars -> the outputs' values
+    std::shared_ptr<NativeProgram> native;  // the same without Python, where it can be
+    NativeProgram::Words last;              // its scalars behind the trace's: a program for all sizes gets these
+    py::object again;                       // gives `native` and `last` anew; told how often they ran
+    int64_t runs = 0;
+  };
+  Run run;                                       // with `sizes` its program has `at`, which gives the one for symbols
+  std::map<std::vector<int64_t>, Run> served;    // by symbols
   Known* known = nullptr;
   std::unordered_map<uint32_t, int> stops;  // entry -> how often it was left there
   int64_t follows = 0, least_ns = INT64_MAX;

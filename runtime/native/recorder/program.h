@@ -15,6 +15,7 @@
 #include "cuda_launch.h"
 #include "log.h"
 #include "pool.h"
+#include "sizes.h"
 
 namespace torchlazy {
 
@@ -41,14 +42,17 @@ class NativeProgram {
   bool has_run() const { return has_run_; }  // whether a run has ended without an error
   at::Device device() const { return device_ < 0 ? at::Device(at::kCPU) : at::Device(at::kCUDA, device_); }
 
+  // Places in a list of numbers, each with the expression of the program's symbols that a run puts there.
+  using Moved = std::vector<std::pair<int, int>>;
   struct Layout {
     std::vector<int64_t> sizes, strides;
     c10::ScalarType dtype;
+    Moved moved = {};  // places of the sizes, then of the strides
     bool fits(const at::Tensor& t) const { return t.strides() == c10::IntArrayRef(strides); }
   };
   static Layout layout_of(const py::handle& h) {
     auto t = py::cast<py::tuple>(h);
-    return {py::cast<std::vector<int64_t>>(t[0]), py::cast<std::vector<int64_t>>(t[1]), py::cast<c10::ScalarType>(t[2])};
+    return {py::cast<std::vector<int64_t>>(t[0]), py::cast<std::vector<int64_t>>(t[1]), py::cast<c10::ScalarType>(t[2]), t.size() > 3 ? py::cast<Moved>(t[3]) : Moved()};
   }
   static at::Tensor window(const at::Tensor& on, const Layout& layout, int64_t offset) {
     const int64_t item = c10::elementSize(layout.dtype), bytes = on.storage_offset() * int64_t(on.itemsize());
@@ -60,18 +64,20 @@ class NativeProgram {
 
  private:
   struct Allocate { int slot, reuse; Layout layout; at::Device device; };
-  struct Window { int slot, source; Layout layout; int64_t offset; };
+  struct Window { int slot, source; Layout layout; int64_t offset; int moved_offset; };  // -1: it is the number
   using Function = int (*)(const int64_t*);
   struct Launch {
     std::variant<Function, CudaLaunch> function;
     std::vector<int> buffers, scalars;
     std::vector<int64_t> sizes;
+    Moved moved;
     std::vector<std::string> checks;
   };
-  struct Row { std::vector<int> buffers; std::vector<int64_t> sizes; std::vector<int> scalars; };
+  struct Row { std::vector<int> buffers; std::vector<int64_t> sizes; Moved moved; std::vector<int> scalars; };
   struct Foreach { std::variant<Function, std::shared_ptr<CudaForeach>> function; std::vector<Row> rows; std::vector<int> scalars; std::vector<std::string> checks; };
   struct Argument {
-    enum Kind { CONSTANT, VALUE, SCALAR, NUMBER, LIST } kind = CONSTANT;  // NUMBER: a scalar where a tensor is expected
+    // NUMBER: a scalar where a tensor is expected; SIZE: an expression of the symbols, FLOAT_SIZE where a float is.
+    enum Kind { CONSTANT, VALUE, SCALAR, NUMBER, SIZE, FLOAT_SIZE, LIST } kind = CONSTANT;
     IValue constant;
     int place = 0;
     std::vector<Argument> items;
@@ -87,6 +93,8 @@ class NativeProgram {
 
   std::vector<int> inputs_, outputs_;
   std::vector<bool> scalar_is_float_;
+  std::vector<Expression> sizes_;  // of the program's last scalars, its symbols
+  size_t symbols_;
   std::vector<std::pair<int, int>> donations_;  // output, input
   std::vector<Step> steps_;
   size_t slots_;
@@ -108,7 +116,18 @@ class NativeProgram {
     t.unsafeGetTensorImpl()->set_wrapped_number(true);
     return t;
   }
-  IValue value_of_argument(const Argument& a, const std::vector<at::Tensor>& values, const Words& scalars) const;
+  IValue value_of_argument(const Argument& a, const std::vector<at::Tensor>& values, const Words& scalars, const Words& sizes) const;
+  static void put(const Words& sizes, const Moved& moved, int64_t* numbers) {
+    for (auto [place, size] : moved) numbers[place] = sizes[size];
+  }
+  // The layout of this run; `made` is where it is put together, if it has to be.
+  static const Layout& now(const Layout& layout, const Words& sizes, Layout& made) {
+    if (layout.moved.empty()) return layout;
+    made.sizes = layout.sizes, made.strides = layout.strides, made.dtype = layout.dtype;
+    const int dims = made.sizes.size();
+    for (auto [place, size] : layout.moved) (place < dims ? made.sizes[place] : made.strides[place - dims]) = sizes[size];
+    return made;
+  }
 };
 
 inline thread_local size_t NativeProgram::failed = 0;
@@ -125,7 +144,12 @@ inline NativeProgram::Argument NativeProgram::argument_of(const py::handle& h, c
   if (py::isinstance<py::tuple>(h) && py::len(h) == 2 && py::isinstance<py::str>(py::cast<py::tuple>(h)[0])) {  // ("value" or "scalar", place)
     auto t = py::cast<py::tuple>(h);
     const bool is_number = type->kind() == c10::TypeKind::TensorType;
-    a.kind = py::cast<std::string>(t[0]) == "value" ? Argument::VALUE : is_number ? Argument::NUMBER : Argument::SCALAR;
+    const auto what = py::cast<std::string>(t[0]);
+    a.kind = what == "value" ? Argument::VALUE : is_number ? Argument::NUMBER : Argument::SCALAR;
+    if (what == "size") {
+      TORCH_CHECK(!is_number, "a size where a tensor is expected");
+      a.kind = type->kind() == c10::TypeKind::FloatType ? Argument::FLOAT_SIZE : Argument::SIZE;
+    }
     a.place = py::cast<int>(t[1]);
     return a;
   }
@@ -190,19 +214,21 @@ inline NativeProgram::NativeProgram(const py::dict& spec) {
   outputs_ = py::cast<std::vector<int>>(spec["outputs"]);
   scalar_is_float_ = py::cast<std::vector<bool>>(spec["scalars"]);
   donations_ = py::cast<std::vector<std::pair<int, int>>>(spec["donations"]);
+  symbols_ = py::cast<size_t>(spec["symbols"]);
+  for (auto code : spec["sizes"]) sizes_.emplace_back(py::cast<std::vector<std::pair<int64_t, int64_t>>>(code));
   device_ = py::cast<int>(spec["device"]);
   const auto function = [](const py::handle& h) { return reinterpret_cast<Function>(py::cast<uintptr_t>(h)); };
   for (auto item : spec["steps"]) {
     auto t = py::cast<py::tuple>(item);
     const auto kind = py::cast<std::string>(t[0]);
     if (kind == "allocate") steps_.push_back(Allocate{py::cast<int>(t[1]), py::cast<int>(t[2]), layout_of(t[3]), at::Device(py::cast<std::string>(t[4]))});
-    else if (kind == "window") steps_.push_back(Window{py::cast<int>(t[1]), py::cast<int>(t[2]), layout_of(t[3]), py::cast<int64_t>(t[4])});
+    else if (kind == "window") steps_.push_back(Window{py::cast<int>(t[1]), py::cast<int>(t[2]), layout_of(t[3]), py::cast<int64_t>(t[4]), py::cast<int>(t[5])});
     else if ((kind == "launch" || kind == "foreach") && t[1].is_none()) steps_.push_back(Free{});  // nothing to compute
     else if (kind == "launch") {
       std::variant<Function, CudaLaunch> launched;
       if (py::isinstance<py::tuple>(t[1])) launched = CudaLaunch(py::cast<py::tuple>(t[1]));
       else launched = function(t[1]);
-      steps_.push_back(Launch{std::move(launched), py::cast<std::vector<int>>(t[2]), py::cast<std::vector<int>>(t[3]), py::cast<std::vector<int64_t>>(t[4]), py::cast<std::vector<std::string>>(t[5])});
+      steps_.push_back(Launch{std::move(launched), py::cast<std::vector<int>>(t[2]), py::cast<std::vector<int>>(t[3]), py::cast<std::vector<int64_t>>(t[4]), py::cast<Moved>(t[5]), py::cast<std::vector<std::string>>(t[6])});
     } else if (kind == "foreach") {
       std::variant<Function, std::shared_ptr<CudaForeach>> launched;
       if (py::isinstance<py::tuple>(t[1])) launched = std::make_shared<CudaForeach>(CudaLaunch(py::cast<py::tuple>(t[1])));
@@ -210,7 +236,7 @@ inline NativeProgram::NativeProgram(const py::dict& spec) {
       Foreach f{std::move(launched), {}, py::cast<std::vector<int>>(t[3]), py::cast<std::vector<std::string>>(t[4])};
       for (auto row : t[2]) {
         auto r = py::cast<py::tuple>(row);
-        f.rows.push_back({py::cast<std::vector<int>>(r[0]), py::cast<std::vector<int64_t>>(r[1]), py::cast<std::vector<int>>(r[2])});
+        f.rows.push_back({py::cast<std::vector<int>>(r[0]), py::cast<std::vector<int64_t>>(r[1]), py::cast<Moved>(r[2]), py::cast<std::vector<int>>(r[3])});
       }
       steps_.push_back(std::move(f));
     } else if (kind == "extern") {
@@ -240,22 +266,30 @@ inline NativeProgram::NativeProgram(const py::dict& spec) {
   }
 }
 
-inline IValue NativeProgram::value_of_argument(const Argument& a, const std::vector<at::Tensor>& values, const Words& scalars) const {
+inline IValue NativeProgram::value_of_argument(const Argument& a, const std::vector<at::Tensor>& values, const Words& scalars, const Words& sizes) const {
   switch (a.kind) {
     case Argument::CONSTANT: return a.constant;
     case Argument::VALUE: return values[a.place];
     case Argument::SCALAR: return scalar_is_float_[a.place] ? IValue(std::bit_cast<double>(scalars[a.place])) : IValue(scalars[a.place]);
     case Argument::NUMBER: return as_tensor(scalar_is_float_[a.place] ? at::Scalar(std::bit_cast<double>(scalars[a.place])) : at::Scalar(scalars[a.place]));
+    case Argument::SIZE: return sizes[a.place];
+    case Argument::FLOAT_SIZE: return double(sizes[a.place]);
     case Argument::LIST:
       if (a.element->kind() == c10::TypeKind::TensorType) {
         c10::List<at::Tensor> list;
         list.reserve(a.items.size());
-        for (const auto& item : a.items) list.push_back(value_of_argument(item, values, scalars).toTensor());
+        for (const auto& item : a.items) list.push_back(value_of_argument(item, values, scalars, sizes).toTensor());
+        return list;
+      }
+      if (a.element->kind() == c10::TypeKind::IntType || a.element->kind() == c10::TypeKind::SymIntType) {
+        c10::List<int64_t> list;
+        list.reserve(a.items.size());
+        for (const auto& item : a.items) list.push_back(value_of_argument(item, values, scalars, sizes).toInt());
         return list;
       }
       c10::impl::GenericList list(a.element);
       list.reserve(a.items.size());
-      for (const auto& item : a.items) list.push_back(value_of_argument(item, values, scalars));
+      for (const auto& item : a.items) list.push_back(value_of_argument(item, values, scalars, sizes));
       return list;
   }
   return {};
@@ -271,24 +305,32 @@ inline std::vector<at::Tensor> NativeProgram::run(std::vector<at::Tensor>& input
   std::vector<at::Tensor> donated(donations_.size());
   for (size_t i = 0; i < donations_.size(); ++i) donated[i] = inputs[donations_[i].second];
   inputs.clear();
+  Words sizes;
+  if (!sizes_.empty()) {
+    const Words symbols(scalars.end() - symbols_, scalars.end());
+    sizes.reserve(sizes_.size());
+    for (const Expression& size : sizes_) sizes.push_back(size.at(symbols));
+  }
+  Layout made_layout;
   std::vector<int64_t> words;
   Stack stack;
-  const Step* now = steps_.data();
+  const Step* step_now = steps_.data();
   auto failing = c10::make_scope_exit([&] {
-    failed = now - steps_.data();
+    failed = step_now - steps_.data();
     for (int slot : inputs_) inputs.push_back(std::move(v[slot]));
   });
   for (const Step& step : steps_) {
-    now = &step;
+    step_now = &step;
     if (const auto* s = std::get_if<Extern>(&step)) {
       stack.clear();
-      for (const Argument& a : s->arguments) stack.push_back(value_of_argument(a, v, scalars));
+      for (const Argument& a : s->arguments) stack.push_back(value_of_argument(a, v, scalars, sizes));
       s->op.callBoxed(&stack);
       size_t at = 0;
       const auto keep = [&](at::Tensor t) {
         if (at >= s->outputs.size()) return;
-        const auto& [slot, layout] = s->outputs[at++];
+        const auto& [slot, given] = s->outputs[at++];
         if (slot < 0) return;
+        const Layout& layout = now(given, sizes, made_layout);
         TORCH_CHECK(t.defined(), "a library call gave nothing where a tensor was promised");
         if (!layout.fits(t)) {
           bool same = t.numel() == 0;
@@ -312,19 +354,22 @@ inline std::vector<at::Tensor> NativeProgram::run(std::vector<at::Tensor>& input
       if (const auto* cuda = std::get_if<CudaLaunch>(&s->function)) cuda->run(stream, words, s->buffers.size());
       else {
         words.insert(words.end(), s->sizes.begin(), s->sizes.end());
+        put(sizes, s->moved, words.data() + words.size() - s->sizes.size());
         check(std::get<Function>(s->function)(words.data()), s->checks);
       }
     } else if (const auto* s = std::get_if<Window>(&step)) {
-      v[s->slot] = window(v[s->source], s->layout, s->offset);
+      v[s->slot] = window(v[s->source], now(s->layout, sizes, made_layout), s->moved_offset < 0 ? s->offset : sizes[s->moved_offset]);
     } else if (const auto* s = std::get_if<Allocate>(&step)) {
-      if (s->reuse >= 0) v[s->slot] = window(v[s->reuse], s->layout, 0), v[s->reuse].reset();
-      else if (s->device.is_cpu()) v[s->slot] = at::detail::empty_strided_cpu(s->layout.sizes, s->layout.strides, s->layout.dtype);
-      else v[s->slot] = at::empty_strided(s->layout.sizes, s->layout.strides, at::TensorOptions().dtype(s->layout.dtype).device(s->device));
+      const Layout& layout = now(s->layout, sizes, made_layout);
+      if (s->reuse >= 0) v[s->slot] = window(v[s->reuse], layout, 0), v[s->reuse].reset();
+      else if (s->device.is_cpu()) v[s->slot] = at::detail::empty_strided_cpu(layout.sizes, layout.strides, layout.dtype);
+      else v[s->slot] = at::empty_strided(layout.sizes, layout.strides, at::TensorOptions().dtype(layout.dtype).device(s->device));
     } else if (const auto* s = std::get_if<Foreach>(&step)) {
       words.clear();
       for (const Row& row : s->rows) {
         for (int b : row.buffers) words.push_back(address(v[b]));
         words.insert(words.end(), row.sizes.begin(), row.sizes.end());
+        put(sizes, row.moved, words.data() + words.size() - row.sizes.size());
         for (int n : row.scalars) words.push_back(scalars[n]);
       }
       std::vector<int64_t> call;

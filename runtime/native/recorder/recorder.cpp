@@ -45,6 +45,8 @@ constexpr size_t MOST_ENTRIES = 20000;  // a longer one is cut
 constexpr int PARTINGS = 2;             // so often traces part at one entry before they are cut there
 constexpr int PARTINGS_OF_SIZES = 5;    // the same where they differ in sizes only, which one path may serve
 constexpr size_t MOST_BRANCHES = 1 << 18;
+constexpr int64_t RUNS_TOLD = 128;  // of a program for all sizes at one of them, which may get a program of its own
+constexpr size_t MOST_SERVED = 1 << 12;  // sizes of one path, whose program is kept
 constexpr int64_t FREE_LEARNING_NS = 8000000000, LEARNING_SHARE = 20;  // and then a twentieth of the time
 constexpr size_t MOST_KNOWN = 1 << 14;  // traces; those that came once go first
 constexpr uint64_t FORGOTTEN = 4000;    // traces, after which the program of one that did not come goes
@@ -295,6 +297,8 @@ class Recorder {
   std::vector<uint32_t> alive();
   uint64_t bytes();  // of all memory that the running trace has met
   void finish_path();
+  void set_native(Path::Run& run, const py::object& given, size_t scalars);
+  Path::Run* at_these_sizes(Path& path);
   bool run_program(Path& path);
   void finish_log();
   void learn(Known& known, const std::vector<uint32_t>& wanted);
@@ -1211,12 +1215,32 @@ void Recorder::finish_path() {
     retire(known, "its program is not faster than its operators");
 }
 
+// `given`: the program in C++, its scalars behind so many of the trace, and what gives these two anew; or None.
+void Recorder::set_native(Path::Run& run, const py::object& given, size_t scalars) {
+  run.native.reset(), run.last.clear(), run.runs = 0;
+  if (given.is_none()) return;
+  auto t = py::cast<py::tuple>(given);
+  run.native = py::cast<std::shared_ptr<NativeProgram>>(t[0]);
+  for (auto value : py::cast<py::tuple>(t[1])) run.last.push_back(run.native->word_of(scalars + run.last.size(), value));
+  run.again = t[2].is_none() ? py::object() : py::object(t[2]);
+}
+
+// The program for the sizes of the running trace; none where its guards do not hold.
+Path::Run* Recorder::at_these_sizes(Path& path) {
+  if (auto found = path.served.find(bound_.symbols); found != path.served.end()) return &found->second;
+  const InPython in_python;
+  py::object program = path.run.program.attr("at")(bound_.symbols);
+  if (program.is_none()) return path.sizes->refused.insert(bound_.symbols), nullptr;
+  if (path.served.size() >= MOST_SERVED) path.served.clear();
+  Path::Run run{program};
+  set_native(run, program.attr("native"), path.scalars.size());
+  return &path.served.emplace(bound_.symbols, std::move(run)).first->second;
+}
+
 // False, and nothing has happened, where the program does not serve these sizes.
 bool Recorder::run_program(Path& path) {
-  if (path.sizes) {
-    const InPython in_python;
-    if (path.program.attr("at")(bound_.symbols).is_none()) return path.sizes->refused.insert(bound_.symbols), false;
-  }
+  Path::Run* run = &path.run;
+  if (path.sizes && !(run = at_these_sizes(path))) return false;
   for (Memory& m : memories_)
     if (m.pending && !m.made)
       if (auto storage = m.weak.lock()) allow_access(storage.get());
@@ -1233,16 +1257,20 @@ bool Recorder::run_program(Path& path) {
   std::vector<double> scalars;
   for (uint32_t place : path.scalars) scalars.push_back(log_.floats[place]);
   std::vector<at::Tensor> values;
-  if (path.native) {
+  if (run->native && run->again && ++run->runs == RUNS_TOLD) {
+    const InPython in_python;
+    set_native(*run, py::object(run->again)(RUNS_TOLD), path.scalars.size());
+  }
+  if (run->native) {
     NativeProgram::Words words;
-    for (double value : scalars) words.push_back(path.native->word_of(words.size(), value));
-    values = path.native->run(memory, words);
+    for (double value : scalars) words.push_back(run->native->word_of(words.size(), value));
+    words.insert(words.end(), run->last.begin(), run->last.end());
+    values = run->native->run(memory, words);
   } else {
     const InPython in_python;
     py::list given = py::cast(memory);
     memory.clear();
-    const auto program = path.sizes ? path.program.attr("at")(bound_.symbols) : path.program;
-    auto list = py::cast<py::list>(program(std::move(given), py::cast(scalars)));
+    auto list = py::cast<py::list>(run->program(std::move(given), py::cast(scalars)));
     for (auto item : list) values.push_back(item.is_none() ? at::Tensor() : py::cast<at::Tensor>(item));
   }
   for (size_t i = 0; i < path.outputs.size(); ++i) {
@@ -1361,7 +1389,7 @@ void Recorder::adopt(Known& now, const py::tuple& plan, Log&& log, const std::ve
   Path& path = *now.path;
   path.known = &now;
   path.log = std::move(log);
-  path.program = plan[0];
+  path.run.program = plan[0];
   for (auto item : plan[1]) {
     auto t = py::cast<py::tuple>(item);
     path.inputs.push_back({py::cast<uint32_t>(t[0]), py::cast<c10::ScalarType>(t[1]), py::cast<int64_t>(t[2]),
@@ -1375,7 +1403,7 @@ void Recorder::adopt(Known& now, const py::tuple& plan, Log&& log, const std::ve
   path.fixed.assign(path.log.floats.size(), 0);
   for (uint32_t i : py::cast<std::vector<uint32_t>>(plan[4])) path.fixed[i] = 1;
   path.outputs = py::cast<std::vector<uint32_t>>(plan[5]);
-  if (!plan[6].is_none()) path.native = py::cast<std::shared_ptr<NativeProgram>>(plan[6]);
+  set_native(path.run, plan[6], path.scalars.size());
   path.gives.assign(memories.size(), 0);
   for (uint32_t n = 0; n < memories.size(); ++n) path.gives[n] = !memories[n].made;  // what it leaves as it was
   for (uint32_t n : path.outputs) path.gives[n] = 1;

@@ -48,7 +48,7 @@ class KnownLog:
 
 
 class Programs:
-    """The hooks of the C++: `cut`, `learn`, `plan`, `sizes`, `plan_sizes` and `want`."""
+    """The hooks of the C++: `cut`, `rest`, `learn`, `plan`, `sizes`, `plan_sizes` and `want`."""
 
     def __init__(self, recorder: Recorder, driver: Any, library: Any) -> None:
         self.recorder, self.driver, self.library = recorder, driver, library
@@ -64,6 +64,10 @@ class Programs:
         name, is_operator, reason = cause.partition(": ")
         if is_operator:
             self._count_eager(f"aten.{name}", reason)
+
+    def rest(self) -> None:
+        """Traces hardly ever come again: operators run unrecorded for a while."""
+        metrics.fallbacks["native recorder: its traces do not come again: operators run unrecorded for a while"] += 1
 
     def _asked(self, ask: Callable[..., Any], *args: Any) -> Any:
         """What `ask` answers, or the error as a reason; None where another thread has the recorder."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import pickle
 import random
 import threading
@@ -774,3 +775,47 @@ def test_a_program_that_runs_in_a_block_is_not_recorded(monkeypatch: pytest.Monk
             assert not is_deferred(found) and not is_deferred(x)
         torch.testing.assert_close(found, -(start * 2 + 1).exp())
     assert were[-1] and program.native is not None and program.native.has_run
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_a_program_whose_traces_do_not_come_again_runs_unrecorded(device: str) -> None:
+    """For a while; then what comes again is found, and followed."""
+    library, chance = LIBRARY.module, random.Random(0)
+    library.for_tests(8, True)
+    start, rested = torch.linspace(-1, 1, 4), []
+
+    def odd(x: Tensor, made: Tensor) -> Tensor:
+        for _ in range(400):
+            x = chance.choice([Tensor.sin, Tensor.neg, Tensor.tanh, Tensor.abs])(x)
+        made.add_(1)  # nobody notices: what a factory made is known no more
+        return x
+
+    def block() -> Any:
+        return torchlazy.lazy_mode() if device == "cpu" else contextlib.nullcontext()
+
+    made, want = torch.zeros((), device=device), torch.zeros(())
+    for turn in range(230):
+        state = chance.getstate()
+        with block():
+            found = odd(start.to(device), made)
+            torchlazy.flush()
+        chance.setstate(state)
+        if turn % 20 == 0:
+            torch.testing.assert_close(found.cpu(), odd(start, want))
+        else:
+            odd(start, want)
+        rested.append(counts()["rested"])
+    assert float(made) == float(want) == 230
+    assert not rested[8] and rested[20] > 0, rested[:30]
+    assert torchlazy.metrics()["fallbacks"][
+        "native recorder: its traces do not come again: operators run unrecorded for a while"
+    ]
+    deferred, ways = counts()["deferred"], chance.choices([Tensor.sin, Tensor.neg, Tensor.tanh, Tensor.abs], k=400)
+    for _ in range(500):
+        with block():
+            found = functools.reduce(lambda x, way: way(x), ways, start.to(device))
+            torchlazy.flush()
+        if counts()["deferred"] > deferred:
+            break
+    torch.testing.assert_close(found.cpu(), functools.reduce(lambda x, way: way(x), ways, start))
+    assert counts()["deferred"] > deferred, "it rests for good"

@@ -383,7 +383,8 @@ class Outcome:
         """Let new state (an optimizer's at its first step), which is no change of a known place, be of ordinary
         tensors: the very objects, since anything may hold them."""
         for tensor in tensors if self.call.plain else ():
-            is_left = DEVICE.is_marked(tensor) or tensor._geometry.device != LAZY
+            is_new = tensor._geometry.device != LAZY and id(tensor) not in self.reached.tensors
+            is_left = DEVICE.is_marked(tensor) or is_new  # guards know what was there before
             if is_left and id(tensor) not in self._plain and graph_of(tensor) is None:
                 found = self._plainly(tensor)
                 if type(found) is torch.Tensor and not (

@@ -88,6 +88,7 @@ class Origins {
     const auto found = all_.find(storage);
     return found == all_.end() ? 0 : found->second.origin;
   }
+  void clear() { all_.clear(), any = false; }
   void forget(const StorageImpl* storage) {
     all_.erase(storage);
     any = !all_.empty();

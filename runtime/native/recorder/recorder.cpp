@@ -48,6 +48,9 @@ constexpr size_t MOST_BRANCHES = 1 << 18;
 constexpr int64_t RUNS_TOLD = 128;  // of a program for all sizes at one of them, which may get a program of its own
 constexpr size_t MOST_SERVED = 1 << 12;  // sizes of one path, whose program is kept
 constexpr int64_t FREE_LEARNING_NS = 8000000000, LEARNING_SHARE = 20;  // and then a twentieth of the time
+// So many entries of traces that do not come again (and so many times the longest), more than of those that do, and
+// operators run unrecorded for a while; then half as many are enough, and each rest is twice as long as the one before.
+constexpr int64_t STRANGE = 1 << 12, STRANGE_TRACES = 16, SHORTEST_REST = 1 << 16, LONGEST_REST = 1 << 20;
 constexpr size_t MOST_KNOWN = 1 << 14;  // traces; those that came once go first
 constexpr uint64_t FORGOTTEN = 4000;    // traces, after which the program of one that did not come goes
 constexpr uint64_t LOOKS = 1024;        // traces from look to look at what is old
@@ -163,7 +166,7 @@ struct InPython {
 };
 
 struct Counts {
-  int64_t logged = 0, deferred = 0, at_once = 0, views = 0, cuts = 0, programs = 0, entries_run = 0, partings = 0, reads = 0;
+  int64_t logged = 0, deferred = 0, at_once = 0, views = 0, cuts = 0, programs = 0, entries_run = 0, partings = 0, reads = 0, rested = 0;
 };
 
 template <class F>
@@ -217,7 +220,7 @@ class Recorder {
   std::unordered_map<uint64_t, Family> families;  // by skeleton
   Cuts cut_points;
   bool compares_times = true;  // false: nothing depends on how long it takes
-  size_t least_entries = 4;  // a shorter trace is not worth a program
+  size_t least_entries = 8;  // a shorter trace is not worth a program
 
   void operator_comes(const c10::OperatorHandle& handle, DispatchKeySet keys, Stack* stack);
   void cut(const std::string& cause);
@@ -251,6 +254,8 @@ class Recorder {
   std::unordered_map<uint64_t, uint64_t> draws_at_;  // by operator and sizes
   bool is_cutting_ = false;
   int64_t learning_ns_ = 0, first_ns_ = 0;
+  int64_t strange_ = 0, longest_strange_ = 0, rest_ = 0, rest_left_ = 0;
+  bool rests_ = false;  // what comes runs, and is not logged, up to a cut
   uint64_t trace_number_ = 0;
   std::unordered_set<uint64_t> planned_sizes_;  // of operators that build something for each size
   struct Branch {
@@ -303,6 +308,7 @@ class Recorder {
   void finish_log();
   void learn(Known& known, const std::vector<uint32_t>& wanted);
   bool may_learn();
+  void count_trace(int64_t entries, bool is_strange);
   void note_sizes(bool is_new);
   std::shared_ptr<Sample> sample();
   void adopt(Known& known, const py::tuple& plan, Log&& log, const std::vector<Sample::Fact>& memories);
@@ -555,6 +561,12 @@ void Recorder::operator_comes(const c10::OperatorHandle& handle, DispatchKeySet 
   if (ABOVE_PYTHON && op.kind != Kind::FREE && c10::impl::TorchDispatchModeTLS::any_modes_set()) {
     hold.unlock();
     return run_at_once(op, keys, stack, "another mode sees it");
+  }
+  if (rests_ && state_ == State::START && op.kind != Kind::AT_ONCE) {
+    ++counts.rested;
+    if (--rest_left_ < -rest_) rests_ = false;  // no cut comes
+    hold.unlock();
+    return run_now(op, keys, stack);
   }
   switch (op.kind) {
     case Kind::COMPOSITE: break;  // above
@@ -1156,6 +1168,7 @@ void Recorder::cut(const std::string& cause) {
   if (is_cutting_) return;
   if (state_ == State::START) {
     if (memories_.size()) start_over();
+    if (rest_left_ <= 0) rests_ = false;
     return;
   }
   is_cutting_ = true;
@@ -1187,6 +1200,7 @@ void Recorder::finish_path() {
   Path& path = *path_;
   Known& known = *path.known;
   ++known.count, ++path.follows, known.last = trace_number_;
+  count_trace(path.size(), false);
   const auto wanted = alive();
   bool has_all = true, are_equal = true;
   for (uint32_t n : wanted) has_all &= path.gives[n] != 0;
@@ -1291,7 +1305,8 @@ bool Recorder::run_program(Path& path) {
 // ------------------------------------------------------------------------------------------ learning
 
 void Recorder::finish_log() {
-  if (is_odd_ || log_.entries.size() < least_entries || !hooks) return;
+  if (!hooks) return;
+  if (is_odd_ || log_.entries.size() < least_entries) return count_trace(log_.entries.size(), true);
   if (trace_number_ % LOOKS == LOOKS - 1) {
     const InPython in_python;
     forget_old();
@@ -1303,10 +1318,24 @@ void Recorder::finish_log() {
   now.least_ns = std::min(now.least_ns, taken);
   Family& family = families[skeleton_];
   if (taken < family.known.least_ns) family.known.least_ns = taken, family.known.least_bytes = bytes();
+  count_trace(log_.entries.size(), now.state == Known::REFUSED || now.count == 1);
   if (now.state != Known::FOLLOWED) note_sizes(now.count == 1);
   // Where sizes vary their common program comes first.
   if (now.count < (family.distinct >= SAMPLES && family.known.state != Known::REFUSED ? HOT_SIZE : 2) || now.state == Known::REFUSED || now.state == Known::FOLLOWED || log_.entries.empty()) return;
   learn(now, alive());
+}
+
+// A program whose traces do not come again must not pay for it that they are looked at.
+void Recorder::count_trace(int64_t entries, bool is_strange) {
+  strange_ = is_strange ? strange_ + entries : std::max<int64_t>(0, strange_ - entries);
+  if (is_strange) longest_strange_ = std::max(longest_strange_, entries);
+  else if (!strange_) longest_strange_ = rest_ = 0;
+  if (!compares_times || strange_ < std::max(STRANGE, STRANGE_TRACES * longest_strange_) / (rest_ ? 2 : 1)) return;
+  strange_ = longest_strange_ = 0, rests_ = true;
+  rest_left_ = rest_ = std::clamp(2 * rest_, SHORTEST_REST, LONGEST_REST);
+  origins_.clear();  // whose memory is written to is not noticed
+  const InPython in_python;
+  hooks->attr("rest")();
 }
 
 // Traces that come in ever new shapes must not cost more than they could give.
@@ -1434,6 +1463,7 @@ void Recorder::forget() {
   for (auto& [hash, family] : families)
     if (family.known.path) size_paths_.remove(family.known.path.get());
   known.clear(), families.clear(), planned_sizes_.clear();
+  strange_ = longest_strange_ = rest_ = rest_left_ = 0, rests_ = false;
   branches_.clear();
   cut_points.hashes.clear();
 }
@@ -1713,7 +1743,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     auto hold = acquire();
     const auto& c = recorder->counts;
     return std::map<std::string, int64_t>{{"logged", c.logged}, {"deferred", c.deferred}, {"at_once", c.at_once}, {"views", c.views},
-        {"cuts", c.cuts}, {"programs", c.programs}, {"entries_run", c.entries_run}, {"partings", c.partings}, {"reads", c.reads}};
+        {"cuts", c.cuts}, {"programs", c.programs}, {"entries_run", c.entries_run}, {"partings", c.partings}, {"reads", c.reads}, {"rested", c.rested}};
   });
   m.def("reset_counts", [] { auto hold = acquire(); recorder->counts = {}; recorder->causes.clear(); recorder->at_once.clear(); });
   m.def("causes", [] { auto hold = acquire(); return recorder->causes; });

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import _thread
 import re
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torchlazy.runtime.collector import is_on, pausing, turn_off, turn_on
@@ -29,13 +30,14 @@ class Trace(Protocol):
 class TraceLock:
     """A re-entrant lock; the trace settles when it is released."""
 
-    __slots__ = ("__weakref__", "_depth", "_lock", "_pauses", "_trace")
+    __slots__ = ("__weakref__", "_depth", "_lock", "_pauses", "_trace", "at_release")
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._lock: Any = _thread.RLock()
         self._depth = 0  # how often the thread that holds the lock has acquired it
         self._pauses = 0  # the depth at which the cycle collector was paused; 0: it was not
+        self.at_release: Callable[[], Any] | None = None  # called once the thread that holds the lock has released it
         pausing.add(self)
 
     def __enter__(self) -> bool:
@@ -67,6 +69,10 @@ class TraceLock:
             finally:
                 self._depth -= 1
                 self._lock.release()
+        if self.at_release is not None and not self._lock._is_owned():
+            waiting, self.at_release = self.at_release, None
+            if waiting is not None:
+                waiting()
 
     def end_pause(self) -> None:
         """After a fork by a thread that held the lock: the cycle collector continues."""

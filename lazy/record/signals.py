@@ -1,8 +1,8 @@
 """Signal handlers run between operators: one inside of an operator would record into half of it.
 
 CPython calls a handler between any two calls of the main thread, those of the recorder too. A handler that comes while
-this thread holds the recorder's lock (an operator, a cut, a call that is being captured) is called again when the lock
-is free; after `_PATIENCE` it runs in any case, for a wait may be what it is meant to end.
+this thread holds the recorder's lock (an operator, a cut, a call that is being captured) is called when it releases the
+lock; after `_PATIENCE` it runs in any case, for a wait may be what it is meant to end.
 
 So does one that comes in a finalizer, where Python prints what is raised and goes on: the end of an operator lets go of
 what it computed with, and that is where a signal is often looked for (three of ten Ctrl-C were lost in training steps).
@@ -23,6 +23,7 @@ import _weakrefset
 import contextlib
 import functools
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -80,12 +81,20 @@ class BetweenOperators:
             now = time.monotonic()
             self._until = self._until or now + _PATIENCE
             if now < self._until:
+                if self._recorder.lock.is_mine():
+                    self._recorder.lock.at_release = functools.partial(self._at_release, number)
                 _thread.start_new_thread(self._once_more, (number,))
                 return None
         elif not is_new and not self._until:
             return None  # a second Ctrl-C came before
         self._until = 0.0
         return self.handler(number, frame)
+
+    def _at_release(self, number: int) -> None:
+        frame = sys._getframe(2)  # behind the lock's own
+        if self._until and not (_is_in_finalizer(frame) or _begins_or_ends_block(frame)):
+            self._until = 0.0
+            self.handler(number, frame)
 
     def _once_more(self, number: int) -> None:
         main = threading.main_thread().ident or 0

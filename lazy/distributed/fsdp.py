@@ -49,6 +49,7 @@ from torchlazy.lazy.torch_private.distributed import (
     whole_of,
     whole_size,
 )
+from torchlazy.lazy.torch_private.patches import exclude_from_dynamo
 from torchlazy.lazy.trace.op_schema import OpPlan
 
 _CHANGED = (  # torch's text
@@ -443,5 +444,7 @@ def begin_modes_again(recorder: Recorder) -> None:
     ended.modes.__exit__(None, None, None)
     recorder.mode_depth = ended.depth
 
+
+exclude_from_dynamo(_Whole.forward, _Whole.backward)
 
 __all__ = ["ShardedRuns", "begin_modes_again", "install", "reshard_all", "watch_sharding"]

@@ -38,6 +38,7 @@ from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LazyTensor, wrap
 from torchlazy.lazy.report import metrics
 from torchlazy.lazy.torch_private.dispatch import flatten_tree, unflatten_tree
+from torchlazy.lazy.torch_private.patches import exclude_from_dynamo
 from torchlazy.lazy.trace.geometry import geometry_like
 from torchlazy.lazy.trace.storage import LazyStorage
 from torchlazy.lazy.trace.user_frames import line_in
@@ -429,3 +430,6 @@ def _has_sizes(module: fx.GraphModule) -> bool:
     """Whether sizes are among the graph's inputs: it is called with many."""
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     return any(isinstance(node.meta.get("example_value", node.meta.get("val")), torch.SymInt) for node in inputs)
+
+
+exclude_from_dynamo(GraphCall.__call__, _Enter.backward)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.plan.joint import Joint
+from torchlazy.lazy.torch_private.patches import exclude_from_dynamo
 
 Maybe = torch.Tensor | None
 Function = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -108,3 +109,6 @@ def _gradients(sources: Sequence[Maybe], tangents: Sequence[Maybe], targets: Seq
         for n, gradient in zip(by, found, strict=True):
             gradients[n] = gradient
     return gradients
+
+
+exclude_from_dynamo(_Derived.forward, _Derived.backward)

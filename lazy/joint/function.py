@@ -31,6 +31,7 @@ from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor
 from torchlazy.lazy.run.foreign_backend import ForeignProgram, compile_with
 from torchlazy.lazy.torch_private.dispatch import below_autograd
+from torchlazy.lazy.torch_private.patches import exclude_from_dynamo
 from torchlazy.lazy.torch_private.settings import draw_seed
 from torchlazy.lazy.trace.geometry import Geometry, show_bits
 from torchlazy.lazy.trace.storage import LazyStorage
@@ -275,9 +276,8 @@ def _output(
     if output.source == "input" and output.index in aliases:
         return aliases[output.index]
     source = results[output.index] if output.source == "result" else call.inputs[output.index]
-    if output.source == "result" and output.is_whole:
-        return source
-    found = _view_as(source, output.geometry)
+    is_result = output.source == "result" and output.is_whole
+    found = source if is_result else _view_as(source, output.geometry)
     return found if output.requires_grad or not found.requires_grad else found.detach()
 
 
@@ -547,5 +547,7 @@ def _wrapped(recorder: Recorder, real: torch.Tensor, geom: Geometry) -> torch.Te
     """A program's output as the kind of tensor that the function returned."""
     return recorder.new_real_tensor(real, LAZY) if geom.device == LAZY else real
 
+
+exclude_from_dynamo(_JointFunction.forward, _JointFunction.backward, JointBackward.run)
 
 __all__ = ["is_batched", "new_seeds", "one_by_one", "run_joint"]

@@ -17,6 +17,7 @@ import torch
 from torchlazy.lazy.config import config
 from torchlazy.lazy.record.recorder import current
 from torchlazy.lazy.report import metrics
+from torchlazy.lazy.torch_private.patches import exclude_from_dynamo
 from torchlazy.lazy.trace.trace import CutTrace, compute_device
 from torchlazy.runtime.cuda.graph import GraphedProgram
 
@@ -112,3 +113,6 @@ def _is_another(moved: list[int], memory: list[torch.Tensor]) -> bool:
     if 2 * len(moved) <= len(memory) or (len(moved) <= _FEW and nbytes <= _SMALL):
         return False
     return 2 * nbytes > sum(tensor.nbytes for tensor in memory)
+
+
+exclude_from_dynamo(RunsInPython.__call__)

@@ -19,6 +19,7 @@ from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.report import account, metrics
 from torchlazy.lazy.run.dynamic_program import BoundRun
 from torchlazy.lazy.torch_private.dispatch import above_dispatch
+from torchlazy.lazy.torch_private.patches import exclude_from_dynamo
 from torchlazy.lazy.trace import user_frames
 from torchlazy.lazy.trace.trace import CutTrace, compute_device
 from torchlazy.runtime.executor import Executable
@@ -185,3 +186,8 @@ def _native(run: Any) -> tuple[Any, tuple[Any, ...], Any] | None:
 def _unchanged(known: KnownLog, outputs: set[int]) -> set[int]:
     """Inputs that the log's writes left as they were: nobody waits for them."""
     return {n for n, (made, _, _, _) in enumerate(known.log["memories"]) if not made and n not in outputs}
+
+
+exclude_from_dynamo(
+    Programs.cut, Programs.rest, Programs.learn, Programs.plan, Programs.sizes, Programs.plan_sizes, Programs.want
+)

@@ -25,6 +25,7 @@ from torchlazy.lazy.numbers.fit import Column, DoesNotFit, SizeFit, function_of,
 from torchlazy.lazy.plan.loaded import Compiled
 from torchlazy.lazy.report import metrics
 from torchlazy.lazy.run.dynamic_program import BoundRun, Template
+from torchlazy.lazy.torch_private.patches import exclude_from_dynamo
 from torchlazy.lazy.trace.skeleton import assemble_trace, decompose_trace
 from torchlazy.lazy.trace.trace import CutTrace
 
@@ -460,3 +461,6 @@ def _postfix(text: str, place: dict[int, int]) -> list[tuple[int, int]]:
         return [*walk(node.left), *walk(node.right), (_CODES[type(node.op)], 0)]
 
     return walk(ast.parse(text, mode="eval").body)
+
+
+exclude_from_dynamo(RunsForAllSizes.at, RunsForSizes.__call__)

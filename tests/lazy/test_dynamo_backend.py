@@ -571,3 +571,41 @@ def test_in_a_native_block_a_graph_is_part_of_what_is_recorded() -> None:
                 torch.testing.assert_close(p.grad, q.grad)
                 p.grad = q.grad = None
     assert were[-1]
+
+
+def test_a_detached_result_beside_the_one_that_it_is_of() -> None:
+    weight = torch.ones(3, requires_grad=True)
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x * weight.sum()
+        return y.detach(), y * 1, y
+
+    def other(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x * weight.sum()
+        return y.view(-1), y.detach()
+
+    for one in (fn, other):
+        program = compiled(one)
+        for _ in range(2):
+            found, want = program(torch.arange(3.0)), one(torch.arange(3.0))
+            assert [(t.requires_grad, t.is_leaf) for t in found] == [(t.requires_grad, t.is_leaf) for t in want]
+            assert_same(found, want)
+
+
+def test_a_backward_behind_a_graph_break_is_not_captured() -> None:
+    """torch's capture goes on after the break: it would capture our Python."""
+    p, base = torch.ones(3, requires_grad=True), torch.ones(4, 3)
+    window = base[1:3]
+
+    def fn(x: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
+        base[1].add_(1)
+        y = window * 1
+        told = float((x.detach() * 2).cpu().numpy().sum())
+        (p * scale).sum().backward()
+        return y, told
+
+    program = torch.compile(fn, backend="torchlazy")
+    for turn in range(3):
+        y, told = program(torch.ones(3), 2.0)
+        assert told == 6.0 and p.grad is not None and p.grad.tolist() == [2.0 * (turn + 1)] * 3
+        assert y[0].tolist() == [float(turn + 2)] * 3

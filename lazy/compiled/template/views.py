@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.record.tensor import LazyTensor
+from torchlazy.lazy.torch_private.patches import exclude_from_dynamo
 from torchlazy.lazy.trace.geometry import bits_of, is_dense, show_bits
 
 _TENSOR = torch.Tensor
@@ -205,3 +206,6 @@ def view_of_argument(window: torch.Tensor, copy: torch.Tensor, view: torch.Tenso
         for size, stride in zip(view.shape, view.stride(), strict=True)
     ]
     return show_bits([window.as_strided(view.shape, strides, place(start))], bits_of(view))[0]
+
+
+exclude_from_dynamo(_WithGraph.forward, _WithGraph.backward)

@@ -1,4 +1,4 @@
-"""The inline cache of a compiled callable: a call with arguments like those of the last one needs no facts.
+"""The inline cache of a compiled callable: a call with arguments like those of one of the last ones needs no facts.
 
 Invariant: where `known` gives something, flattening the arguments and computing their facts would lead to the same
 signature, and no argument is on memory that the variant's state is on. Where `replayed` gives something, the replay in
@@ -19,8 +19,10 @@ from torchlazy.lazy.run.driver import count_run
 from torchlazy.runtime.native.identity_check import is_ready
 from torchlazy.runtime.native.recorder_library import LIBRARY
 
-_FIRST_PATIENCE = 2  # calls in a row of one variant before its arguments are remembered
+_FIRST_PATIENCE = 2  # calls of one variant before its arguments are remembered
 _LONGEST_PATIENCE = 4096
+_MOST_ENTRIES = 8  # a call that none of them fits costs a comparison with each, half a microsecond
+_MOST_COUNTED = 64
 _TURNS_OF_WAITING = 4
 
 # The arguments flat, as the caller passed them and as programs receive them, their structure, the key, the signature.
@@ -48,92 +50,128 @@ class RememberedCall:
         return given, given, self.structure, self.key, self.signature
 
 
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A remembered call; `native` runs it in C++, or `in_python` says why not; `waits` for the program."""
+
+    call: RememberedCall
+    native: NativeReplay | None = None
+    in_python: str = ""
+    waits: bool = False
+    served: int = 0  # by replays in Python
+
+    def look_for_native(self) -> None:
+        variant, self.in_python = self.call.variant, ""
+        try:
+            self.native = native_replay(LIBRARY.module, variant.replay, self.call.check, variant.guards.holds)
+            self.waits = self.native is None
+        except NeedsPython as why:
+            self.in_python, self.waits = str(why), False
+
+
 class InlineCache:
-    """Remembers one call. `audits`: whether replays are audited; `counts` has those of the callable's calls."""
+    """Remembers some calls, the last one first. `audits`: whether replays are audited; `counts` has those of the
+    callable's calls."""
 
     def __init__(self, recorder: Recorder, audits: bool, counts: dict[str, int]) -> None:
         self._recorder, self._audits, self._counts = recorder, audits, counts
-        self._alike: RememberedCall | None = None
-        self._native: NativeReplay | None = None  # of its variant
-        self.in_python = ""  # why there is none
-        self._waits = False  # for the program
-        self._variant: Variant | None = None
-        self._served, self._patience = 0, _FIRST_PATIENCE
+        self._entries: list[_Entry] = []
+        self._served: dict[Variant, int] = {}  # calls by replays in Python, of variants that have no entry
+        self._patience = _FIRST_PATIENCE
+
+    @property
+    def in_python(self) -> str:
+        """Why the last call is not replayed in C++; empty where it is."""
+        return self._entries[0].in_python if self._entries else ""
 
     def known(self, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Any) -> RememberedCall | None:
         """What is known of the call; None where it is, or may be, a different one."""
-        alike = self._alike
-        if alike is None or settings is not alike.settings:
+        for entry in self._entries:
+            alike = entry.call
+            if settings is not alike.settings:
+                continue
+            leaves = alike.leaves(args, kwargs) if kwargs or alike.structure.names else args
+            if leaves is None or not alike.check.fit(leaves):
+                continue
+            if alike.variant in alike.signature.variants:
+                return alike
+            self._entries.remove(entry)  # it was dropped for others
             return None
-        leaves = alike.leaves(args, kwargs) if kwargs or alike.structure.names else args
-        if leaves is None or not alike.check.fit(leaves):
-            return None
-        if alike.variant not in alike.signature.variants:  # it was dropped for others
-            self.forget()
-            return None
-        return alike
+        return None
 
     def replayed(self, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Any) -> tuple[Any] | None:
         """The value of a call that was replayed without Python; None where nothing was done."""
-        native, alike, recorder = self._native, self._alike, self._recorder
+        recorder = self._recorder
         driver: Any = recorder.driver
-        if (
-            native is None
-            or alike is None
-            or settings is not alike.settings
-            or not alike.signature.is_first(alike.variant)
-            or alike.variant.is_given_up
-            or alike.variant.needs_audit
-            or (self._audits and alike.variant.schedule.is_next())
-            or recorder.entries
-            or recorder.inputs
-            or recorder.rematerializing
-            or recorder.mode_depth
-            or driver.listeners
-        ):
-            return None
-        given = alike.leaves(args, kwargs) if kwargs or alike.structure.names else args
-        leaves = None if given is None else native.call.run(given)
-        if leaves is None:
-            return None
-        if self._audits:
-            alike.variant.schedule.due()
-        alike.signature.served(alike.variant, False)
-        for storage in native.written:
-            storage.version += 1
-        if native.after is not None:
-            native.after()
-        count_run(native.compiled)
-        self._counts["replays"] += 1
-        self._counts["native"] += 1
-        return (alike.variant.results(leaves),)
+        for entry in self._entries:
+            native, alike = entry.native, entry.call
+            variant = alike.variant
+            if (
+                native is None
+                or settings is not alike.settings
+                or not alike.signature.may_serve(variant)
+                or variant.is_given_up
+                or variant.needs_audit
+                or (self._audits and variant.schedule.is_next())
+                or recorder.entries
+                or recorder.inputs
+                or recorder.rematerializing
+                or recorder.mode_depth
+                or driver.listeners
+            ):
+                continue
+            given = alike.leaves(args, kwargs) if kwargs or alike.structure.names else args
+            leaves = None if given is None else native.call.run(given)
+            if leaves is None:
+                continue
+            if self._audits:
+                variant.schedule.due()
+            alike.signature.served(variant, False)
+            for storage in native.written:
+                storage.version += 1
+            if native.after is not None:
+                native.after()
+            count_run(native.compiled)
+            self._counts["replays"] += 1
+            self._counts["native"] += 1
+            if entry is not self._entries[0]:
+                self._take_first(entry)
+            return (variant.results(leaves),)
+        return None
+
+    def _take_first(self, entry: _Entry) -> None:
+        self._entries.remove(entry)
+        self._entries.insert(0, entry)
 
     def forget(self) -> None:
         """What was captured no longer holds."""
-        self._alike = self._variant = self._native = None
+        self._entries.clear()
+        self._served.clear()
 
     def served(self, given: list[Any], leaves: list[Any], key: Any, signature: CallSignature, variant: Variant) -> None:
         """A replay of the variant in Python served a call."""
-        self._served = self._served + 1 if variant is self._variant else 1
-        self._variant = variant
-        if self._alike is not None and self._alike.variant is variant:
-            if self._waits and self._served % _TURNS_OF_WAITING == 0:
-                self._look_for_native()
-        elif self._served >= self._patience and given is leaves and is_ready() and LIBRARY.if_there() is not None:
-            self._served, self._patience = 0, min(2 * self._patience, _LONGEST_PATIENCE)
-            self._alike, self._native = _alike(given, key, signature, variant), None
-            self._look_for_native()
-
-    def _look_for_native(self) -> None:
-        alike, self._waits = self._alike, False
-        if alike is None:
+        for entry in self._entries:
+            if entry.call.variant is variant:
+                entry.served += 1
+                if entry.waits and entry.served % _TURNS_OF_WAITING == 0:
+                    entry.look_for_native()
+                if entry is not self._entries[0]:
+                    self._take_first(entry)
+                return
+        count = self._served[variant] = self._served.get(variant, 0) + 1
+        if count < self._patience or given is not leaves or not is_ready() or LIBRARY.if_there() is None:
+            if len(self._served) > _MOST_COUNTED:
+                del self._served[next(iter(self._served))]
             return
-        variant, self.in_python = alike.variant, ""
-        try:
-            self._native = native_replay(LIBRARY.module, variant.replay, alike.check, variant.guards.holds)
-            self._waits = self._native is None
-        except NeedsPython as why:
-            self.in_python = str(why)
+        del self._served[variant]
+        alike = _alike(given, key, signature, variant)
+        if alike is None or len(self._entries) >= _MOST_ENTRIES:
+            self._patience = min(2 * self._patience, _LONGEST_PATIENCE)
+        if alike is not None:
+            del self._entries[_MOST_ENTRIES - 1 :]
+            entry = _Entry(alike)
+            self._entries.insert(0, entry)
+            entry.look_for_native()
 
 
 def _alike(given: list[Any], key: Any, signature: CallSignature, variant: Variant) -> RememberedCall | None:

@@ -317,9 +317,9 @@ class CallSignature:
             if variant is not first and not variant.is_late:
                 yield variant
 
-    def is_first(self, variant: Variant) -> bool:
-        """Whether it is the one to be tried first."""
-        return variant is self._first and not self._late
+    def may_serve(self, variant: Variant) -> bool:
+        """Whether it serves calls that it fits before others are tried: each variant that fits gives the same."""
+        return not self._late and variant in self.variants
 
     def served(self, variant: Variant, has_missed: bool) -> None:
         """A replay of the variant went through: it is tried first from now on. `has_missed`: others were taken back."""

@@ -5,6 +5,7 @@ Invariant: after each other call the callable gives what the plain function give
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,7 +65,8 @@ class Program:
         self.plain, self.run = call, torchlazy.compile(call, audit=False)
         with torch.no_grad():
             settle(lambda: self.run(*self.given()))
-            assert self.is_known(*self.given())
+            self.remembered = self.run._alike.known(self.given(), {}, self._settings())
+            assert self.remembered is not None
             assert (self.replayed(*self.given()) is not None) == WHERE["is_native"]
 
     def given(self, **others: Any) -> tuple[Any, ...]:
@@ -77,7 +79,9 @@ class Program:
         return self.run._ambience.known() or self.run._ambience.learn()
 
     def is_known(self, *args: Any) -> bool:
-        return self.run._alike.known(args, {}, self._settings()) is not None
+        """As the usual call; others are remembered by themselves."""
+        found = self.run._alike.known(args, {}, self._settings())
+        return found is not None and found.key == self.remembered.key
 
     def replayed(self, *args: Any) -> Any:
         """What C++ gives, in a tuple; None where it does nothing."""
@@ -143,9 +147,10 @@ OTHERS |= {"one tensor twice": lambda p: both_tensors_one(), "one memory twice":
 def test_another_call_is_not_taken_for_it(name: str) -> None:
     program = Program()
     with torch.no_grad():
-        for _ in range(4):
+        for turn in range(8):
             given = program.given(**OTHERS[name](program))
-            assert not program.is_known(*given) and program.replayed(*given) is None
+            assert not program.is_known(*given)
+            assert turn or program.replayed(*given) is None
             kept = program.weight.detach().clone()
             ours = program.run(*given)
             after = program.weight.detach().clone()
@@ -198,7 +203,7 @@ def test_a_weight_that_was_written_or_moved_is_seen() -> None:
 def test_a_variant_that_may_not_serve_is_not_replayed(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a template for all sizes, once an audit of its family differs, or before the first one."""
     program = Program()
-    remembered = program.run._alike._alike
+    remembered = program.run._alike._entries[0].call
     monkeypatch.setattr(type(remembered.variant), why, property(lambda variant: True))
     with torch.no_grad():
         assert program.replayed(*program.given()) is None
@@ -278,8 +283,9 @@ def test_what_gave_way_is_known_no_more() -> None:
         next_args = program.given()
         torch.testing.assert_close(program.run(*next_args).cpu(), program.plain(*program.given()).cpu())
     program = Program()
-    program.run._alike._alike.signature.begin_anew()
-    program.run._alike._alike.signature.pause.left = 0
+    signature = program.run._alike._entries[0].call.signature
+    signature.begin_anew()
+    signature.pause.left = 0
     with torch.no_grad():
         assert not program.is_known(*program.given())
         for _ in range(12):
@@ -303,3 +309,25 @@ def test_kinds_of_calls_that_take_turns_are_not_remembered_each_time(monkeypatch
         x = calls[number % 4]
         torch.testing.assert_close(run(x).cpu(), x.cpu() * 2)
     assert 1 <= len(made) <= 8
+
+
+def test_several_calls_are_remembered() -> None:
+    """Sizes of one template for all, training and evaluation: each is replayed in C++."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.0), nn.Linear(8, 2))
+    plain = copy.deepcopy(model)
+    run = torchlazy.compile(model.to(WHERE["device"]), audit=False)
+    before = 0
+    for turn in range(120):
+        if turn in (40, 80):
+            torchlazy.wait_for_compile()
+        if turn == 108:
+            before = run.report().native
+        x = torch.full(((3, 5, 6, 7)[turn % 4], 4), turn / 48)
+        model.train(turn // 4 % 2 == 0), plain.train(turn // 4 % 2 == 0)
+        ours, theirs = run(on(x)), plain(x)
+        torch.testing.assert_close(ours.cpu(), theirs)
+        ours.square().sum().backward()
+        theirs.square().sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.cpu(), q.grad, rtol=1e-4, atol=1e-5)
+    assert run.report().native - before == (12 if WHERE["is_native"] else 0), str(run.report())

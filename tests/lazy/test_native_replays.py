@@ -362,9 +362,9 @@ def loss_and_logits(compile: Compile, device: str) -> list[Any]:
     return [*told, *gradients(model)]
 
 
-# Replayed in Python: settings that take turns, results that free parts of the graph each alone, hooks on what is saved.
+# Replayed in Python: results that free parts of the graph each alone, hooks on what is saved.
 UNDER_AUTOCAST = (under_autocast, evaluated_under_autocast)
-IN_PYTHON = (evaluated_between, two_results, with_saved_hooks)
+IN_PYTHON = (two_results, with_saved_hooks)
 PROGRAMS: tuple[Program, ...] = (
     trained, accumulated, normalised, evaluated_between, two_results, hooks_on_results, twice, written_between,
     of_second_order, of_second_order_after_a_write, batched, with_saved_hooks, of_leaves, of_results, frozen_and_thawed,

@@ -17,6 +17,7 @@ from torchlazy.lazy.numbers.expr import evaluator
 from torchlazy.lazy.plan.joint import Joint
 from torchlazy.lazy.plan.loaded import Compiled
 from torchlazy.lazy.record.lent_memory import is_pinned
+from torchlazy.lazy.run.dynamic_program import BoundRun
 from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.torch_private.settings import draw_seed
 from torchlazy.lazy.trace.geometry import Geometry
@@ -128,12 +129,24 @@ def _scalars(template: t.CallTemplate, seeds: Sequence[t.Seed], step: Any) -> An
     return scalars
 
 
-def _native(compiled: Compiled | None) -> Any:
+def _native(compiled: Compiled | None) -> tuple[Any, tuple[Any, ...]]:
+    """The program in C++, and its scalars behind the trace's: one for all sizes gets these."""
     if compiled is None:
         raise _NotYet
-    if type(compiled.run) is not Executable or compiled.run.native is None:
-        raise NeedsPython("its program serves all sizes, or calls what C++ cannot")
-    return compiled.run.native
+    run: Any = compiled.run
+    if type(run) is Executable and run.native is not None:
+        return run.native, ()
+    found = run.native() if type(run) is BoundRun else None
+    if found is None:
+        raise NeedsPython("its program calls what C++ cannot")
+    return found[:2]
+
+
+def _with(scalars: Any, last: tuple[Any, ...]) -> Any:
+    """The scalars, or what gives them, with these behind them."""
+    if callable(scalars):
+        return (lambda given: [*scalars(given), *last]) if last else scalars
+    return [*scalars, *last]
 
 
 # ---- one program
@@ -148,10 +161,10 @@ def _of_segment(
     if replay.runs_graph(segment):
         raise NeedsPython("it is a CUDA graph")
     compiled = replay.program_of(segment)
-    program = _native(compiled)
+    program, last = _native(compiled)
     made: list[Row] = []
     spec = {
-        "program": program, "scalars": scalars, "joint": None, "raised": [], "writes": False,
+        "program": program, "scalars": _with(scalars, last), "joint": None, "raised": [], "writes": False,
         "inputs": [_input(memory, geom) for memory, (_, geom) in zip(segment.inputs, trace.inputs, strict=True)],
         "results": list(_results_of_segment(template, segment, made)), "made": made,
     }  # fmt: skip
@@ -222,19 +235,19 @@ def _of_joint(
     if joint.backward.donations or any(result.freed is not None for result in joint.results):
         raise NeedsPython("parts of its graph are freed each by a backward of its own")
     forward, backward = replay.programs_of(step)
-    program = _native(forward)
+    program, last = _native(forward)
     raised, written = _written(step)
     marked = {result.index for result in template.results if type(result) is t.JointResult and result.is_marked}
     of_outputs = {joint.outputs[index].index for index in marked}
     made = [(r.position, _layout(_plain(r.geometry)), 0, n in of_outputs) for n, r in enumerate(joint.results)]
     spec = {
-        "program": program, "scalars": scalars, "raised": raised, "writes": bool(written), "made": made,
+        "program": program, "scalars": _with(scalars, last), "raised": raised, "writes": bool(written), "made": made,
         "inputs": [
             _input(step.inputs[n][0], geom)
             for n, (_, geom) in zip(joint.forward_inputs, joint.forward.inputs, strict=True)
         ],
         "results": [_result_of_joint(joint, result) for result in template.results],
-        "joint": _backward(replay, step, _native(backward)),
+        "joint": _backward(replay, step, *_native(backward)),
     }  # fmt: skip
     return spec, forward, written
 
@@ -278,7 +291,7 @@ def _result_of_joint(joint: Joint, result: t.Result) -> Row:
     return "made", output.index
 
 
-def _backward(replay: Replay, step: t.JointRun, program: Any) -> dict[str, Any]:
+def _backward(replay: Replay, step: t.JointRun, program: Any, last: tuple[Any, ...]) -> dict[str, Any]:
     joint = step.joint
     assert joint.backward is not None
     held = tuple(dict.fromkeys(source for source in joint.backward_inputs if source.kind != "tangent"))
@@ -302,7 +315,7 @@ def _backward(replay: Replay, step: t.JointRun, program: Any) -> dict[str, Any]:
             (source.kind, joint.saved[source.index] if source.kind == "saved" else source.index) for source in held
         ],
         "reads": reads,
-        "scalars": list(_backward_scalars(joint)),
+        "scalars": [*_backward_scalars(joint), *((-1, value) for value in last)],
         "gradients": [-1 if at is None else at for at in joint.gradients],
         "needs": [sorted(needs) for needs in joint.needs],
         "inner": list(joint.inner),
@@ -336,7 +349,7 @@ def _python_backward(replay: Replay, step: t.JointRun, held: Sequence[Any]) -> C
         gradients: list[Any],
         needed: list[bool],
     ) -> list[Any]:
-        numbers = evaluator(step.scalars)([]) if scalars is None else scalars
+        numbers = evaluator(step.scalars)([]) if scalars is None else scalars[: len(step.scalars)]
         return replay.backward_of(step, held, given, tuple(versions), numbers).run(saved, gradients, needed)
 
     return backward

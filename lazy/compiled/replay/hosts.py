@@ -79,6 +79,32 @@ def _getter(value: Any) -> Callable[[Any], Any]:
     return lambda state: value
 
 
+def counts_together(steps: Sequence[t.Step], stops: Collection[int]) -> dict[int, tuple[list[torch.Tensor], Any]]:
+    """Steps in a row that add one number to a tensor each, such as an optimizer's counts: by the number of the first,
+    the tensors, for one `_foreach_add_`, and the number. None goes on behind one of `stops`."""
+    found: dict[int, tuple[list[torch.Tensor], Any]] = {}
+    first = 0
+    for at, step in enumerate(steps):
+        if (counted := _counted(step)) is None:
+            continue
+        before, number = found.get(first, ((), None))
+        is_next = first + len(before) == at and at - 1 not in stops and type(number) is type(counted[1])
+        if not (is_next and number == counted[1]):
+            first = at
+            found[first] = [], counted[1]
+        found[first][0].append(counted[0])
+    return {at: batch for at, batch in found.items() if len(batch[0]) > 1}
+
+
+def _counted(step: t.Step) -> tuple[torch.Tensor, Any] | None:
+    """The tensor to which the step adds a number, and that, if it is such a step."""
+    if type(step) is not t.HostCall or step.op is not torch.ops.aten.add_.Tensor or step.kwargs or len(step.args) != 2:
+        return None
+    kept, number = step.args
+    is_count = type(kept) is t.HostKept and type(number) in (int, float) and not any(p is not None for p in step.made)
+    return (kept.tensor, number) if is_count else None
+
+
 def generators_of(step: t.Step) -> tuple[torch.Generator | None, ...]:
     """Those that the step draws from."""
     if isinstance(step, t.LazyCall):

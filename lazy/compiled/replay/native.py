@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torchlazy.lazy.compiled.replay.hosts import counts_together
 from torchlazy.lazy.compiled.replay.replay import Replay
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.numbers.expr import evaluator
@@ -83,7 +84,14 @@ def _described(replay: Replay) -> tuple[dict[str, Any], Compiled, tuple[LazyStor
 
 def _on_host(steps: Sequence[t.HostCall]) -> Callable[[], None] | None:
     """Runs these operators on ordinary tensors of the state, such as counts of batches."""
-    calls = [(step.op, *_host_arguments(step)) for step in steps]
+    calls: list[tuple[Any, list[Any], dict[str, Any]]] = []
+    together, done = counts_together(steps, ()), 0
+    for at, step in enumerate(steps):
+        if at in together:
+            calls.append((torch._foreach_add_, list(together[at]), {}))
+            done = at + len(together[at][0])
+        elif at >= done:
+            calls.append((step.op, *_host_arguments(step)))
 
     def run() -> None:
         with below_autograd():

@@ -24,6 +24,7 @@ from torchlazy.lazy.compiled.replay.hosts import (
     BEGINNING,
     HostArguments,
     Hosts,
+    counts_together,
     generators_of,
     host_steps_first,
     hosts,
@@ -147,6 +148,7 @@ class Replay:
         }
         self._until = {number: hosts(written(found), twins) for number, found in ordered.moved().items()}
         self._calls = {id(step): HostArguments(step) for step in steps if isinstance(step, t.HostCall)}
+        self._counts = counts_together(self.steps.steps, self._midway)
         drawn = [generator for step in steps[:last] for generator in generators_of(step)]
         self._generators = list({id(generator): generator for generator in drawn}.values())
 
@@ -268,11 +270,16 @@ class Replay:
         """Run the steps from `start` on; the number of the step after which a number differed, if there is one."""
         steps = self.steps.steps
         midway = self._midway
+        done = start
         try:
             with below_autograd():
                 for number in range(start, len(steps)):
                     step = steps[number]
-                    if type(step) is not t.JointRun:
+                    if number in self._counts:
+                        tensors, more = self._counts[number]
+                        torch._foreach_add_(tensors, more)
+                        done = number + len(tensors)
+                    elif number >= done and type(step) is not t.JointRun:
                         self._run(step, state)
                     if type(step) is t.Segment:
                         state.until.pop(number, None)

@@ -1713,7 +1713,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const bool is_recorded = c10::impl::tls_is_dispatch_key_included(KEY);
     if (is_recorded || is_marked(t)) ask_gate([&] { return method; });
     if (!busy && recorder->reads_pending()) { auto hold = acquire(); recorder->cut("memory is read"); }
-    return any_marked || is_recorded;  // whether its own operators are recorded
+    // Whether its own operators are not to be recorded; a copy is to be of the tensor's device.
+    const bool copies = method == "__deepcopy__" || method == "__reduce_ex__";
+    return !(copies && is_marked(t)) && (is_recorded || (any_marked && has_gate));
   });
   m.def("set_gate", [](py::object asked) {  // called with the cause before a value is read; None: no more
     if (!gate) gate = new py::object();

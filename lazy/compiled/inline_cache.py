@@ -132,6 +132,8 @@ class InlineCache:
             if native.after is not None:
                 native.after()
             count_run(native.compiled)
+            if native.is_overtaken is not None and native.is_overtaken():
+                entry.look_for_native()
             self._counts["replays"] += 1
             self._counts["native"] += 1
             if entry is not self._entries[0]:

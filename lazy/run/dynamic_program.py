@@ -47,21 +47,21 @@ class BoundRun:
     count: SizeCount | None = None
 
     @property
-    def _now(self) -> Executable:
+    def executable_now(self) -> Executable:
         own = None if self.count is None else self.count.own
         return self.executable if own is None else own
 
     @property
     def program(self) -> Program:
-        return self._now.program
+        return self.executable_now.program
 
     @property
     def source(self) -> str:
-        return self._now.source
+        return self.executable_now.source
 
     @property
     def counts(self) -> Any:
-        return self._now.counts
+        return self.executable_now.counts
 
     def native(self, runs: int = 0) -> tuple[Any, tuple[Any, ...], Any] | None:
         """The program in C++, its scalars behind the trace's, and where there is to be asked again, having counted so
@@ -69,10 +69,16 @@ class BoundRun:
         count = self.count
         if count is not None:
             self._counted(count, runs)
-        now = self._now
+        now = self.executable_now
         if type(now) is not Executable or now.device is not None or now.native is None:
             return None
         return now.native, self.extra if now is self.executable else (), None if count is None else self.native
+
+    def is_overtaken(self, executable: Executable) -> bool:
+        """Whether another program is to run instead of this one, after one more run of it in C++."""
+        if self.count is not None:
+            self._counted(self.count, 1)
+        return self.executable_now is not executable
 
     @staticmethod
     def _counted(count: SizeCount, runs: int) -> None:
@@ -83,7 +89,7 @@ class BoundRun:
 
     def where_failed(self, error: Exception) -> Any:
         """As `Executable.where_failed`."""
-        return self._now.where_failed(error)
+        return self.executable_now.where_failed(error)
 
     def run(self, inputs: list[Any], scalars: Sequence[Any] = ()) -> list[Any]:
         """As `Executable.run`, with the trace's own scalars."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,12 +34,14 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 
 @dataclass(frozen=True, eq=False)
 class NativeReplay:
-    """A `ReplayedCall`, its program, the storages of the state that this writes, and what is done after a run."""
+    """A `ReplayedCall`, its program, the storages of the state that this writes, and what is done after a run: also
+    whether another program is there by now, where it serves all sizes."""
 
     call: Any
     compiled: Compiled
     written: tuple[LazyStorage, ...] = ()
     after: Callable[[], None] | None = None
+    is_overtaken: Callable[[], bool] | None = None
 
 
 class NeedsPython(Exception):
@@ -59,7 +62,9 @@ def native_replay(library: Any, replay: Replay, check: Any, holds: Any) -> Nativ
         guards_hold = holds
         holds = lambda: guards_hold() and replay.twins_hold()  # noqa: E731
     call = library.ReplayedCall({"arguments": check, "holds": holds, **spec})
-    return NativeReplay(call, compiled, written, replay.note_twins if replay.template.twins else None)
+    run: Any = compiled.run
+    is_overtaken = partial(run.is_overtaken, run.executable_now) if type(run) is BoundRun else None
+    return NativeReplay(call, compiled, written, replay.note_twins if replay.template.twins else None, is_overtaken)
 
 
 def _described(replay: Replay) -> tuple[dict[str, Any], Compiled, tuple[LazyStorage, ...]]:

@@ -318,6 +318,9 @@ def test_a_forked_child_starts_afresh(pool, monkeypatch):
         cut_twice()
         os._exit(0 if fresh else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    end = time.monotonic() + 60
+    while not pool.process_ids() and time.monotonic() < end:  # a thread starts it
+        time.sleep(0.01)
     assert pool.process_ids()
 
 

@@ -82,7 +82,7 @@ class InlineCache:
     @property
     def in_python(self) -> str:
         """Why the last call is not replayed in C++; empty where it is."""
-        return self._entries[0].in_python if self._entries else ""
+        return next((entry.in_python for entry in self._entries), "")
 
     def known(self, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Any) -> RememberedCall | None:
         """What is known of the call; None where it is, or may be, a different one."""
@@ -95,15 +95,15 @@ class InlineCache:
                 continue
             if alike.variant in alike.signature.variants:
                 return alike
-            self._entries.remove(entry)  # it was dropped for others
+            self._entries = [other for other in self._entries if other is not entry]  # it was dropped for others
             return None
         return None
 
     def replayed(self, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Any) -> tuple[Any] | None:
         """The value of a call that was replayed without Python; None where nothing was done."""
-        recorder = self._recorder
+        recorder, entries = self._recorder, self._entries
         driver: Any = recorder.driver
-        for entry in self._entries:
+        for entry in entries:
             native, alike = entry.native, entry.call
             variant = alike.variant
             if (
@@ -136,28 +136,29 @@ class InlineCache:
                 entry.look_for_native()
             self._counts["replays"] += 1
             self._counts["native"] += 1
-            if entry is not self._entries[0]:
+            if entry is not entries[0]:
                 self._take_first(entry)
             return (variant.results(leaves),)
         return None
 
     def _take_first(self, entry: _Entry) -> None:
-        self._entries.remove(entry)
-        self._entries.insert(0, entry)
+        """Lists are exchanged, never changed: other threads replay meanwhile, without a lock."""
+        self._entries = [entry, *(other for other in self._entries if other is not entry)]
 
     def forget(self) -> None:
         """What was captured no longer holds."""
-        self._entries.clear()
+        self._entries = []
         self._served.clear()
 
     def served(self, given: list[Any], leaves: list[Any], key: Any, signature: CallSignature, variant: Variant) -> None:
         """A replay of the variant in Python served a call."""
-        for entry in self._entries:
+        entries = self._entries
+        for entry in entries:
             if entry.call.variant is variant:
                 entry.served += 1
                 if entry.waits and entry.served % _TURNS_OF_WAITING == 0:
                     entry.look_for_native()
-                if entry is not self._entries[0]:
+                if entry is not entries[0]:
                     self._take_first(entry)
                 return
         count = self._served[variant] = self._served.get(variant, 0) + 1
@@ -170,10 +171,9 @@ class InlineCache:
         if alike is None or len(self._entries) >= _MOST_ENTRIES:
             self._patience = min(2 * self._patience, _LONGEST_PATIENCE)
         if alike is not None:
-            del self._entries[_MOST_ENTRIES - 1 :]
             entry = _Entry(alike)
-            self._entries.insert(0, entry)
             entry.look_for_native()
+            self._entries = [entry, *entries[: _MOST_ENTRIES - 1]]
 
 
 def _alike(given: list[Any], key: Any, signature: CallSignature, variant: Variant) -> RememberedCall | None:

@@ -6,6 +6,7 @@ Invariant: after each other call the callable gives what the plain function give
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -331,3 +332,30 @@ def test_several_calls_are_remembered() -> None:
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad.cpu(), q.grad, rtol=1e-4, atol=1e-5)
     assert run.report().native - before == (12 if WHERE["is_native"] else 0), str(run.report())
+
+
+def test_threads_replay_several_kinds_at_once() -> None:
+    """Each moves its own call to the front."""
+    weight = on(torch.rand(4, 4))
+    run = torchlazy.compile(lambda x: (x @ weight).sin() * 2, audit=False)
+    inputs = [on(torch.rand(n, 4)) for n in (2, 3, 5, 7)]
+    with torch.no_grad():
+        for x in inputs:
+            settle(lambda x=x: run(x))  # type: ignore[misc]
+    failures: list[BaseException] = []
+
+    def work(x: torch.Tensor) -> None:
+        try:
+            want = (x.cpu() @ weight.cpu()).sin() * 2
+            with torch.no_grad():
+                for _ in range(300):
+                    torch.testing.assert_close(run(x).cpu(), want)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(x,)) for x in inputs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures

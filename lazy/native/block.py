@@ -34,7 +34,6 @@ _STREAM_CALLS = (
 
 
 _FORK_PATIENCE = 2000  # milliseconds
-_MANY_BLOCKS = 64  # after so many the methods stay exchanged: to do it for each takes two thirds of an empty block
 
 
 class NativeBlocks:
@@ -43,7 +42,6 @@ class NativeBlocks:
     def __init__(self) -> None:
         self.library: Any = None
         self.depth = 0  # of blocks in all threads
-        self._begun = 0  # blocks so far
         self.has_device = False  # whether there are lazy tensors that are recorded natively
         self.may_record = False  # whether anything is, in any thread
         self._readers: list[tuple[type, str, Any]] = []  # methods of a class while a block is open
@@ -115,7 +113,6 @@ class NativeBlocks:
     def enter(self) -> bool:
         """Record this thread's operators; returns whether they were recorded before."""
         self.depth += 1
-        self._begun += 1
         self.may_record = True
         if self.depth == 1:
             self._set_readers()
@@ -148,13 +145,11 @@ class NativeBlocks:
         metrics.fallbacks["cuDNN attention, which builds a plan for each size: others where sizes vary"] += 1
 
     def _set_readers(self) -> None:
-        """Why wrapped: an alias of memory that was written since gives its address without asking for the value."""
-        if self._is_watching and self._begun > _MANY_BLOCKS:
-            return
+        """Why wrapped: an alias of memory that was written since gives its address without asking for the value. Only
+        while a block is open: torch hands the exchanged method to function modes, which know torch's own."""
         with self._switching:
             in_block = self.depth > 0 and not self._suspended_blocks
             wanted = self.may_record and (in_block or (self._gate is not None and not self._suspended))
-            wanted = wanted or self._begun > _MANY_BLOCKS
             if wanted == self._is_watching:
                 return
             self._is_watching = wanted

@@ -308,7 +308,7 @@ class Recorder {
   void finish_log();
   void learn(Known& known, const std::vector<uint32_t>& wanted);
   bool may_learn();
-  void count_trace(int64_t entries, bool is_strange);
+  void count_trace(int64_t entries, bool is_strange, bool is_awaited = false);
   void note_sizes(bool is_new);
   std::shared_ptr<Sample> sample();
   void adopt(Known& known, const py::tuple& plan, Log&& log, const std::vector<Sample::Fact>& memories);
@@ -1318,7 +1318,8 @@ void Recorder::finish_log() {
   now.least_ns = std::min(now.least_ns, taken);
   Family& family = families[skeleton_];
   if (taken < family.known.least_ns) family.known.least_ns = taken, family.known.least_bytes = bytes();
-  count_trace(log_.entries.size(), now.state == Known::REFUSED || now.count == 1);
+  const bool is_awaited = family.known.state == Known::WAITING;  // a program for its sizes is being compiled
+  count_trace(log_.entries.size(), now.state == Known::REFUSED || now.count == 1, is_awaited);
   if (now.state != Known::FOLLOWED) note_sizes(now.count == 1);
   // Where sizes vary their common program comes first.
   if (now.count < (family.distinct >= SAMPLES && family.known.state != Known::REFUSED ? HOT_SIZE : 2) || now.state == Known::REFUSED || now.state == Known::FOLLOWED || log_.entries.empty()) return;
@@ -1326,13 +1327,13 @@ void Recorder::finish_log() {
 }
 
 // A program whose traces do not come again must not pay for it that they are looked at.
-void Recorder::count_trace(int64_t entries, bool is_strange) {
+void Recorder::count_trace(int64_t entries, bool is_strange, bool is_awaited) {
   strange_ = is_strange ? strange_ + entries : std::max<int64_t>(0, strange_ - entries);
   if (is_strange) longest_strange_ = std::max(longest_strange_, entries);
   else if (!strange_) longest_strange_ = rest_ = 0;
   if (!compares_times || strange_ < std::max(STRANGE, STRANGE_TRACES * longest_strange_) / (rest_ ? 2 : 1)) return;
   strange_ = longest_strange_ = 0, rests_ = true;
-  rest_left_ = rest_ = std::clamp(2 * rest_, SHORTEST_REST, LONGEST_REST);
+  rest_left_ = rest_ = std::clamp(2 * rest_, SHORTEST_REST, is_awaited ? SHORTEST_REST : LONGEST_REST);
   origins_.clear();  // whose memory is written to is not noticed
   const InPython in_python;
   hooks->attr("rest")();

@@ -93,7 +93,7 @@ def _on_host(steps: Sequence[t.HostCall]) -> Callable[[], None] | None:
     together, done = counts_together(steps, ()), 0
     for at, step in enumerate(steps):
         if at in together:
-            calls.append((torch._foreach_add_, list(together[at]), {}))
+            calls.append((torch.ops.aten._foreach_add_.Scalar, list(together[at]), {}))
             done = at + len(together[at][0])
         elif at >= done:
             calls.append((step.op, *_host_arguments(step)))

@@ -277,7 +277,7 @@ class Replay:
                     step = steps[number]
                     if number in self._counts:
                         tensors, more = self._counts[number]
-                        torch._foreach_add_(tensors, more)
+                        torch.ops.aten._foreach_add_.Scalar(tensors, more)
                         done = number + len(tensors)
                     elif number >= done and type(step) is not t.JointRun:
                         self._run(step, state)

@@ -17,12 +17,11 @@ from torchlazy.lazy.native.graphs import RunsInPython
 from torchlazy.lazy.native.learn import LearnedTrace, Unlearnable, learn
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.report import account, metrics
-from torchlazy.lazy.run.dynamic_program import BoundRun
+from torchlazy.lazy.run.dynamic_program import native_of
 from torchlazy.lazy.torch_private.dispatch import above_dispatch
 from torchlazy.lazy.torch_private.patches import exclude_from_dynamo
 from torchlazy.lazy.trace import user_frames
 from torchlazy.lazy.trace.trace import CutTrace, compute_device
-from torchlazy.runtime.executor import Executable
 
 if TYPE_CHECKING:
     from torchlazy.lazy.native.sizes import KnownSizes
@@ -165,7 +164,7 @@ class Programs:
             list(learned.equal),
             list(learned.fixed),
             list(learned.outputs),
-            None if device != "cpu" else _native(found.compiled.run),  # on a GPU it becomes a CUDA graph
+            None if device != "cpu" else native_of(found.compiled.run),  # on a GPU it becomes a CUDA graph
         )
 
     def _begun(self, known: KnownLog, trace: CutTrace, device: str, *form: Any) -> KnownTrace:
@@ -174,13 +173,6 @@ class Programs:
         if found.compiled is None and not known.has_begun and found.seen == 1:  # the trace came twice already
             found, _ = self.driver.tiers.look_up(trace, device, known.frame, *form)
         return found  # type: ignore[no-any-return]
-
-
-def _native(run: Any) -> tuple[Any, tuple[Any, ...], Any] | None:
-    """The program in C++, its scalars behind the trace's, and what gives these anew; None where it runs in Python."""
-    if type(run) is BoundRun:
-        return run.native()
-    return (run.native, (), None) if type(run) is Executable and run.native is not None else None
 
 
 def _unchanged(known: KnownLog, outputs: set[int]) -> set[int]:

@@ -11,7 +11,6 @@ Invariant: sizes beyond those that were tried are not served.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import re
 from collections.abc import Callable, Sequence
@@ -28,11 +27,11 @@ from torchlazy.lazy.run.dynamic_program import BoundRun, Template
 from torchlazy.lazy.torch_private.patches import exclude_from_dynamo
 from torchlazy.lazy.trace.skeleton import assemble_trace, decompose_trace
 from torchlazy.lazy.trace.trace import CutTrace
+from torchlazy.runtime.native.program_steps import postfix
 
 SAMPLES = 3
 _SIZE, _STRIDE, _OFFSET, _BYTES, _VALUE = range(5)  # kinds of numbers, as in the C++
 _ORDER = (_VALUE, _SIZE, _STRIDE, _OFFSET, _BYTES)
-_CODES = {ast.Add: 2, ast.Sub: 3, ast.Mult: 4, ast.FloorDiv: 5, ast.Mod: 6}
 _LEAST = 2  # sizes of 0 and 1 have paths of their own
 _WINDOWS = ("conv", "pool", "upsample", "im2col", "col2im", "unfold", "fft")
 _MOST_PERIOD = 32
@@ -365,8 +364,9 @@ class _Fit:
             + [text for text, _ in self.checks]
         )
         number_of = {text: number for number, text in enumerate(texts)}
+        names = {f"s{symbol}": number for symbol, number in place.items()}
         sizes = {
-            "expressions": [_postfix(text, place) for text in texts],
+            "expressions": [postfix(text, names) for text in texts],
             "moved": [(each.position, number_of[each.text]) for each in self.compared],
             "checks": [(number_of[text], place[symbol]) for text, symbol in self.checks],
             "bindings": self.bindings,
@@ -446,21 +446,6 @@ def _line(text: str, symbols: int) -> tuple[int, int] | None:
     zero, one, two, five = (at(*[value] * symbols)[0] for value in (0, 1, 2, 5))
     factor = one - zero
     return (factor, zero) if factor > 0 and two == zero + 2 * factor and five == zero + 5 * factor else None
-
-
-def _postfix(text: str, place: dict[int, int]) -> list[tuple[int, int]]:
-    """The expression as the C++ has it: (0, number), (1, symbol), or an operator."""
-
-    def walk(node: Any) -> list[tuple[int, int]]:
-        if isinstance(node, ast.Constant):
-            return [(0, int(node.value))]  # type: ignore[arg-type]
-        if isinstance(node, ast.Name):
-            return [(1, place[int(node.id[1:])])]
-        if isinstance(node, ast.UnaryOp):
-            return [(0, 0), *walk(node.operand), (3, 0)]
-        return [*walk(node.left), *walk(node.right), (_CODES[type(node.op)], 0)]
-
-    return walk(ast.parse(text, mode="eval").body)
 
 
 exclude_from_dynamo(RunsForAllSizes.at, RunsForSizes.__call__)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from torchlazy.lazy.numbers.matcher import Matcher
 from torchlazy.lazy.run.hot_sizes import SizeCount, Tally
@@ -37,6 +37,17 @@ class Template:
         return (*floats, *symbols) if self.holds(*symbols) else None
 
 
+NativeRun: TypeAlias = tuple[Any, tuple[Any, ...], Any]
+"""A program in C++, its scalars behind the trace's (one for all sizes gets these), and what gives these two anew."""
+
+
+def native_of(run: Any) -> NativeRun | None:
+    """What a compiled trace runs, in C++; None where it runs in Python."""
+    if type(run) is BoundRun:
+        return run.native()
+    return (run.native, (), None) if type(run) is Executable and run.native is not None else None
+
+
 @dataclass(eq=False)
 class BoundRun:
     """A template's program with its symbols bound: what a compiled trace runs. Where its sizes are hot, a program
@@ -63,9 +74,8 @@ class BoundRun:
     def counts(self) -> Any:
         return self.executable_now.counts
 
-    def native(self, runs: int = 0) -> tuple[Any, tuple[Any, ...], Any] | None:
-        """The program in C++, its scalars behind the trace's, and where there is to be asked again, having counted so
-        many runs; None on a GPU, or where it runs in Python."""
+    def native(self, runs: int = 0) -> NativeRun | None:
+        """As `native_of`, having counted so many runs; None on a GPU, too."""
         count = self.count
         if count is not None:
             self._counted(count, runs)

@@ -6,11 +6,12 @@ as the program's Python function; the results are the same.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchlazy.prims.meta import TensorMeta
-from torchlazy.prims.size_expr import Structure
+from torchlazy.prims.size_expr import python_text
 from torchlazy.runtime.program.program import (
     Allocate,
     ExternCall,
@@ -24,6 +25,8 @@ from torchlazy.runtime.program.program import (
 from torchlazy.runtime.program.steps import CALLED_AS, resolve_overload
 from torchlazy.runtime.program.symbolic import FloatName, SizeName
 from torchlazy.runtime.toolchains.toolchain import LoadedKernel
+
+_CODES = {ast.Add: 2, ast.Sub: 3, ast.Mult: 4, ast.FloorDiv: 5, ast.Mod: 6}
 
 
 def native_program(library: Any, program: Program, kernels: Sequence[LoadedKernel], device: int | None) -> Any:
@@ -54,6 +57,7 @@ class _Steps:
         program = self.program
         inputs = [self.slot(name) for name, _ in program.inputs]
         steps = [self.step(step) for step in program.steps]
+        places = {name: number for number, name in enumerate(program.symbols)}
         return {
             "inputs": inputs,
             "steps": steps,
@@ -61,7 +65,7 @@ class _Steps:
             "scalars": [kind is float for _, kind in program.scalars],
             "donations": list(program.donations),
             "symbols": len(program.symbols),
-            "sizes": [postfix(size, {name: n for n, name in enumerate(program.symbols)}) for _, size in program.sizes],
+            "sizes": [postfix(python_text(size), places) for _, size in program.sizes],
             "slots": len(self.slots),
         }
 
@@ -153,20 +157,17 @@ class _Steps:
         return [(n, self.sizes[size.name]) for n, size in enumerate(numbers) if isinstance(size, SizeName)]
 
 
-def postfix(size: Structure, place: Mapping[str, int]) -> list[tuple[int, int]]:
-    """The expression as the C++ has it (`Expression`): (0, number), (1, symbol) or an operator behind its operands."""
+def postfix(text: str, place: Mapping[str, int]) -> list[tuple[int, int]]:
+    """An expression of sizes, as Python has it, in the form of the C++ (`Expression`): (0, number), (1, symbol) or an
+    operator behind its operands. `place`: the symbols' numbers by name."""
 
-    def factor(value: Structure) -> list[tuple[int, int]]:
-        if isinstance(value, str):
-            return [(1, place[value])]
-        kind, left, right = value
-        return [*postfix(left, place), *postfix(right, place), ({"//": 5, "%": 6}[kind], 0)]
+    def walk(node: Any) -> list[tuple[int, int]]:
+        if isinstance(node, ast.Constant):
+            return [(0, int(node.value))]  # type: ignore[arg-type]
+        if isinstance(node, ast.Name):
+            return [(1, place[node.id])]
+        if isinstance(node, ast.UnaryOp):
+            return [(0, 0), *walk(node.operand), (3, 0)]
+        return [*walk(node.left), *walk(node.right), (_CODES[type(node.op)], 0)]
 
-    code: list[tuple[int, int]] = []
-    for coefficient, *factors in size[1:]:
-        first = not code
-        code.append((0, coefficient))
-        for value in factors:
-            code += [*factor(value), (4, 0)]
-        code += [] if first else [(2, 0)]
-    return code or [(0, 0)]
+    return walk(ast.parse(text, mode="eval").body)

@@ -19,13 +19,12 @@ from torchlazy.lazy.numbers.expr import evaluator
 from torchlazy.lazy.plan.joint import Joint
 from torchlazy.lazy.plan.loaded import Compiled
 from torchlazy.lazy.record.lent_memory import is_pinned
-from torchlazy.lazy.run.dynamic_program import BoundRun
+from torchlazy.lazy.run.dynamic_program import BoundRun, native_of
 from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.torch_private.settings import draw_seed
 from torchlazy.lazy.trace.geometry import Geometry
 from torchlazy.lazy.trace.op_schema import is_random
 from torchlazy.lazy.trace.storage import LazyStorage
-from torchlazy.runtime.executor import Executable
 
 Row = tuple[Any, ...]
 _COMPUTES = ("cpu", "cuda")
@@ -143,13 +142,10 @@ def _scalars(template: t.CallTemplate, seeds: Sequence[t.Seed], step: Any) -> An
 
 
 def _native(compiled: Compiled | None) -> tuple[Any, tuple[Any, ...]]:
-    """The program in C++, and its scalars behind the trace's: one for all sizes gets these."""
+    """The program in C++, and its scalars behind the trace's."""
     if compiled is None:
         raise _NotYet
-    run: Any = compiled.run
-    if type(run) is Executable and run.native is not None:
-        return run.native, ()
-    found = run.native() if type(run) is BoundRun else None
+    found = native_of(compiled.run)
     if found is None:
         raise NeedsPython("its program calls what C++ cannot")
     return found[:2]

@@ -36,6 +36,7 @@ class Metrics:
         self.compile_seconds = 0.0
         self.kernels = 0
         self.graph_replays = 0
+        self.launched_ahead = 0  # stages of graphs, before the cut
         self.extern_calls: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
         self.templates = 0  # programs for all sizes
@@ -60,6 +61,7 @@ class Metrics:
             "compile_seconds": self.compile_seconds,
             "kernels": self.kernels,
             "graph_replays": self.graph_replays,
+            "launched_ahead": self.launched_ahead,
             "extern_calls": dict(self.extern_calls),
             "fallbacks": dict(self.fallbacks),
             "templates": self.templates,

@@ -8,6 +8,9 @@ Invariant: the results, and what the generator gives next, are those of `torch.n
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 
 _library = torch.library.Library("torchlazy", "FRAGMENT")
@@ -27,4 +30,14 @@ def _meta(x: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:
 _library.impl("drawn_dropout", drawn_dropout, "CompositeExplicitAutograd")
 _library.impl("drawn_dropout", _meta, "Meta")
 
-__all__ = ["drawn_dropout"]
+
+def takes_random_numbers(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call takes numbers from a generator: attention does with a dropout, its backward never."""
+    schema = op._schema
+    if torch.Tag.nondeterministic_seeded not in op.tags or "backward" in schema.name:
+        return False
+    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
+    return all(a.name != "dropout_p" for a in schema.arguments) or given.get("dropout_p", 0.0) != 0.0
+
+
+__all__ = ["drawn_dropout", "takes_random_numbers"]

@@ -23,6 +23,7 @@ from torchlazy.runtime.native.program_steps import native_program
 from torchlazy.runtime.native.recorder_library import LIBRARY
 from torchlazy.runtime.program.code import emit_run
 from torchlazy.runtime.program.program import VALUE_CHECK, Allocate, ExternCall, ForeachLaunch, Launch, Program, Step
+from torchlazy.runtime.program.stages import Border, Stage, find_stages
 from torchlazy.runtime.program.steps import span_bytes
 from torchlazy.runtime.toolchains.kernel_cache import KernelCache
 from torchlazy.runtime.toolchains.toolchain import LoadedKernel, compile_variants, load_kernels
@@ -64,7 +65,7 @@ class StepPlaces:
 
 @dataclass(eq=False)
 class Executable:
-    """A loaded program. `source` is the generated function."""
+    """A loaded program. `source` is the generated function, which calls `border` between `stages`, if it has any."""
 
     program: Program
     source: str
@@ -74,6 +75,8 @@ class Executable:
     _device: int | None
     _places: StepPlaces
     _kernels: Sequence[LoadedKernel] = ()
+    stages: tuple[Stage, ...] = ()
+    border: Border | None = None
     _runs: int = 0
     _native: Any = None
     _asked_native: bool = False
@@ -140,6 +143,11 @@ class Executable:
 
     __call__ = run
 
+    def in_stages(self) -> Executable:
+        """The same program with its stages, between which it calls `border`; this one where it has none."""
+        stages = find_stages(self.program, self._places.steps)
+        return load(self.program, self._kernels, stages, Border()) if len(stages) > 1 else self
+
     def prepare_capture(self) -> None:
         """Before a CUDA graph capture of `run`: memory for the foreach tables."""
         for table in self._tables:
@@ -151,12 +159,14 @@ class Executable:
             table.fill_pending()
 
 
-def load(program: Program, kernels: Sequence[LoadedKernel]) -> Executable:
-    """Make the program runnable; `kernels[i]` is the loaded `program.kernels[i]`."""
+def load(
+    program: Program, kernels: Sequence[LoadedKernel], stages: tuple[Stage, ...] = (), border: Border | None = None
+) -> Executable:
+    """Make the program runnable; `kernels[i]` is the loaded `program.kernels[i]`. It calls `border` between stages."""
     if len(kernels) != len(program.kernels):
         raise ValueError(f"load: the program has {len(program.kernels)} kernels, {len(kernels)} loaded ones were given")
     compile_variants(kernels, launched_sizes(program))
-    code = emit_run(program, kernels)
+    code = emit_run(program, kernels, [stage.stop for stage in stages[:-1]], border)
     names: dict[str, Any] = code.names | {
         "window": window,
         "restride": _restride,
@@ -179,6 +189,8 @@ def load(program: Program, kernels: Sequence[LoadedKernel]) -> Executable:
         _cuda_device(program),
         places,
         kernels,
+        stages,
+        border,
     )
     weakref.finalize(executable, linecache.cache.pop, filename, None)
     return executable

@@ -38,8 +38,46 @@ class RunsInPython:
         self._runs = 0  # in a row, of one model
         self._addresses: list[int] = []  # of the inputs of the run before
         self._moving: set[int] = set()  # inputs that were elsewhere in some run
+        self._in_stages = False
+        self._ahead: GraphedProgram | None = None  # whose first stages run already
 
-    def __call__(self, memory: list[torch.Tensor], scalars: list[Any]) -> list[torch.Tensor]:
+    def stages(self) -> list[tuple[tuple[int, ...], tuple[int, ...], int]] | None:
+        """What each stage that can be launched ahead is the first to read: inputs and scalars by position, and how many
+        operators have taken random numbers by then. None as long as the graph is not captured in stages; asked where
+        the host waits for the device."""
+        if not self._may_be_graph or config.cuda_graphs == "off":
+            return []
+        if not self._in_stages:
+            self._in_stages = True
+            self._graphs.clear()
+        if not self._graphs:
+            return None
+        parts = [(part.inputs, part.scalars, part.draws) for part in self._graphs[0].parts]
+        return parts[:-1]
+
+    def launch(self, stage: int, memory: list[torch.Tensor], scalars: list[Any]) -> bool:
+        """Run one stage of the graph ahead of the cut, with its inputs and scalars; False where that cannot be."""
+        if stage == 0:
+            self._ahead = None
+        for graph in [self._ahead] if self._ahead is not None else self._graphs:
+            part = graph.parts[stage]
+            given = dict(zip(part.inputs, memory, strict=True))
+            if graph.launch(stage, given, dict(zip(part.scalars, scalars, strict=True))):
+                self._ahead = graph
+                metrics.launched_ahead += 1
+                return True
+        return False
+
+    def __call__(self, memory: list[torch.Tensor], scalars: list[Any], launched: int = 0) -> list[torch.Tensor] | None:
+        """The outputs' values. `launched`: so many stages run already for these inputs; None, and nothing is run, where
+        what they left is gone."""
+        if launched:
+            graph, self._ahead = self._ahead, None
+            if graph is None or graph not in self._graphs or graph.moved(memory) or not graph.holds_launched():
+                return None
+            metrics.hits += 1
+            metrics.graph_replays += 1
+            return graph.run(memory, scalars, launched)
         metrics.hits += 1
         if self._may_be_graph and config.cuda_graphs != "off":
             values = self._run_graph(memory, scalars)
@@ -80,7 +118,8 @@ class RunsInPython:
             return self._without(reason) if reason else None
         stays = [number not in self._moving for number in range(len(memory))]
         try:
-            graph = GraphedProgram(compiled.run, memory, stays, len(scalars))
+            run = compiled.run.in_stages() if self._in_stages else compiled.run
+            graph = GraphedProgram(run, memory, stays, len(scalars))
             values = graph.capture(memory, scalars)
         except Exception as error:  # a library call that a capture refuses: the program runs as it is
             return self._without(f"{type(error).__name__}: {error}")
@@ -115,4 +154,4 @@ def _is_another(moved: list[int], memory: list[torch.Tensor]) -> bool:
     return 2 * nbytes > sum(tensor.nbytes for tensor in memory)
 
 
-exclude_from_dynamo(RunsInPython.__call__)
+exclude_from_dynamo(RunsInPython.__call__, RunsInPython.stages, RunsInPython.launch)

@@ -22,7 +22,7 @@ from torchlazy.lazy.record.tensor import LazyTensor, wrap
 from torchlazy.lazy.trace.geometry import Geometry, flat, geometry
 from torchlazy.lazy.trace.storage import LazyStorage, storage_of
 from torchlazy.lazy.trace.trace import CutTrace, ScalarSlot, Slot
-from torchlazy.prims.drawn_dropout import drawn_dropout as _define_op  # noqa: F401  (defines torchlazy::drawn_dropout)
+from torchlazy.prims.drawn_dropout import takes_random_numbers
 
 NativeTensor = tuple[int, list[int], list[int], int, torch.dtype]  # memory, sizes, strides, offset, dtype
 
@@ -286,22 +286,12 @@ def are_in_one_chain(trace: CutTrace) -> bool:
     drawn = 0
     for entry in trace.entries:
         count = max((behind.get(slot.number, 0) for slot in _slots((entry.args, entry.kwargs))), default=0)
-        if _draws(entry):
+        if takes_random_numbers(entry.op, entry.args, dict(entry.kwargs)):
             if count != drawn:
                 return False
             count = drawn = drawn + 1
         behind.update((slot.number, count) for slot in _slots(entry.outputs))
     return True
-
-
-def _draws(entry: Any) -> bool:
-    """Whether it takes numbers from a generator: attention does with a dropout, its backward never."""
-    schema = entry.op._schema
-    if torch.Tag.nondeterministic_seeded not in entry.op.tags or "backward" in schema.name:
-        return False
-    given = dict(zip((a.name for a in schema.arguments), entry.args, strict=False)) | dict(entry.kwargs)
-    names = {a.name for a in schema.arguments}
-    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
 
 
 def _slots(value: Any) -> Iterator[Slot]:

@@ -6,6 +6,9 @@ from run to run are tensors there (a program compiled with its scalars in memory
 graphs', so results are copied out of it before anybody sees them; an input that moves and is overwritten is copied
 there and back.
 
+A program in stages (`Executable.in_stages`) becomes a graph for each: `launch` runs one before the inputs of the others
+are known, and `run` then what is left.
+
 A capture runs nothing, so that it holds no more than a run does. Where it is refused, the program is run first, as
 libraries may want, on state that is kept on the host meanwhile, and captured again.
 
@@ -15,14 +18,25 @@ stay has moved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torchlazy.runtime.cuda.graph_memory import GraphMemory, graph_memory
 from torchlazy.runtime.executor import Executable
 from torchlazy.runtime.program.memory_plan import peak_bytes
 from torchlazy.runtime.program.program import ExternCall
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Values(Protocol[T_co]):
+    """Inputs or scalars by position: of the whole program, or those of a stage."""
+
+    def __getitem__(self, position: int, /) -> T_co: ...
 
 
 class CannotCapture(RuntimeError):
@@ -47,14 +61,22 @@ class GraphedProgram:
         self._donated = dict(program.donations)
         self._memory = memory or graph_memory(torch.device(f"cuda:{run.device}"))
         device = self._memory.device
-        self.numbers = GraphNumbers([meta.dtype for _, meta in program.inputs[len(inputs) :]], device)
+        self._parts = [
+            _Part(part, GraphNumbers([program.inputs[len(inputs) + n][1].dtype for n in part.scalars], device))
+            for part in parts_of(run, len(inputs), scalars)
+        ]
         self._addresses = [tensor.data_ptr() if stay else 0 for tensor, stay in zip(inputs, stays, strict=True)]
         self._stays = tuple(stays)
         self._inputs = [tensor if stay else room_like(tensor) for tensor, stay in zip(inputs, stays, strict=True)]
         self._moving = [i for i, stay in enumerate(stays) if not stay]
-        self._graph: Any = None
+        self._launched_at = -1  # how many graphs the device had replayed after the last stage that was launched
         self._outputs: list[torch.Tensor] = []
         self._run = run
+
+    @property
+    def parts(self) -> list[PartReads]:
+        """What each stage is the first to read."""
+        return [part.reads for part in self._parts]
 
     @property
     def bytes(self) -> int:
@@ -70,22 +92,45 @@ class GraphedProgram:
         room = peak_bytes(run.program.steps)
         run.prepare_capture()
         try:
-            self._graph, self._outputs = self._memory.captured(self._launch, room)
+            graphs, self._outputs = self._captured(room)
         except RuntimeError:
-            self._load(inputs, scalars)
+            for part in self._parts:
+                self._load(part, inputs, scalars)
             written = [self._inputs[given] for given in set(self._donated.values())]
             run_and_take_back(self._memory, self._launch, written)
             run.prepare_capture()
-            self._graph, self._outputs = self._memory.captured(self._launch, room)
+            graphs, self._outputs = self._captured(room)
+        for part, graph in zip(self._parts, graphs, strict=True):
+            part.graph = graph
         run.fill_tables()
         return self.run(inputs, scalars)
 
-    def run(self, inputs: Sequence[torch.Tensor], scalars: Sequence[float]) -> list[torch.Tensor]:
-        """The outputs for these inputs: donated ones in place, the others in new memory. ValueError if one moved."""
+    def _captured(self, room: int) -> tuple[list[Any], list[torch.Tensor]]:
+        if self._run.border is not None:
+            return self._memory.captured_in_stages(self._launch, self._run.border, room)
+        graph, outputs = self._memory.captured(self._launch, room)
+        return [graph], outputs
+
+    def launch(self, stage: int, inputs: Mapping[int, torch.Tensor], scalars: Mapping[int, float]) -> bool:
+        """Run one stage, whose inputs and scalars these are by position; its values stay in the graphs' memory. False,
+        and nothing is run, if an input that stays has moved. Stages are launched in order."""
+        if any(self._stays[i] and tensor.data_ptr() != self._addresses[i] for i, tensor in inputs.items()):
+            return False
+        self._replay(self._parts[stage], inputs, scalars)
+        self._launched_at = self._memory.replays
+        return True
+
+    def holds_launched(self) -> bool:
+        """Whether the values of the stages that were launched are still there: another graph may have run since."""
+        return self._launched_at == self._memory.replays
+
+    def run(self, inputs: Sequence[torch.Tensor], scalars: Sequence[float], launched: int = 0) -> list[torch.Tensor]:
+        """The outputs for these inputs: donated ones in place, the others in new memory. So many stages were launched
+        for them before. ValueError if one moved."""
         if self.moved(inputs):
             raise ValueError("GraphedProgram.run: an input that stays has moved; capture the program again")
-        self._load(inputs, scalars)
-        self._memory.replay(self._graph)
+        for part in self._parts[launched:]:
+            self._replay(part, inputs, scalars)
         outputs: list[torch.Tensor] = []
         for position, output in enumerate(self._outputs):
             given = self._donated.get(position)
@@ -100,12 +145,54 @@ class GraphedProgram:
         return [i for i, (stay, tensor, address) in enumerate(each) if stay and tensor.data_ptr() != address]
 
     def _launch(self) -> list[torch.Tensor]:
-        return self._run.run([*self._inputs, *self.numbers.tensors], ())
+        pairs = [zip(part.reads.scalars, part.numbers.tensors, strict=True) for part in self._parts]
+        numbers = [tensor for _, tensor in sorted(chain(*pairs), key=itemgetter(0))]
+        return self._run.run([*self._inputs, *numbers], ())
 
-    def _load(self, inputs: Sequence[torch.Tensor], scalars: Sequence[float]) -> None:
-        for position in self._moving:
-            self._inputs[position].copy_(inputs[position])
-        self.numbers.load(scalars)
+    def _replay(self, part: _Part, inputs: Values[torch.Tensor], scalars: Values[float]) -> None:
+        self._load(part, inputs, scalars)
+        self._memory.replay(part.graph)
+
+    def _load(self, part: _Part, inputs: Values[torch.Tensor], scalars: Values[float]) -> None:
+        for position in part.reads.inputs:
+            if not self._stays[position]:
+                self._inputs[position].copy_(inputs[position])
+        part.numbers.load([scalars[n] for n in part.reads.scalars])
+
+
+@dataclass(frozen=True)
+class PartReads:
+    """What a stage is the first to read: positions among the tensors and among the scalars of the program; and how many
+    operators have taken random numbers when it is done."""
+
+    inputs: tuple[int, ...]
+    scalars: tuple[int, ...]
+    draws: int
+
+
+def parts_of(run: Executable, tensors: int, scalars: int) -> list[PartReads]:
+    """What each stage reads first, of a program of so many tensors and scalars; the last has what nobody reads."""
+    found: list[PartReads] = []
+    left = dict.fromkeys(range(tensors + scalars))
+    for stage in run.stages[:-1]:
+        for position in stage.inputs:
+            del left[position]
+        found.append(_reads(stage.inputs, tensors, stage.draws))
+    return [*found, _reads(left, tensors, -1)]
+
+
+def _reads(positions: Iterable[int], tensors: int, draws: int) -> PartReads:
+    inputs = tuple(n for n in positions if n < tensors)
+    return PartReads(inputs, tuple(n - tensors for n in positions if n >= tensors), draws)
+
+
+@dataclass
+class _Part:
+    """A stage as a graph."""
+
+    reads: PartReads
+    numbers: GraphNumbers
+    graph: Any = None
 
 
 class GraphNumbers:

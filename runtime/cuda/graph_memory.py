@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torchlazy.runtime.program.stages import Border
 
 T = TypeVar("T")
 _LEAST_PIECE = 32 << 20  # bytes; less than that is not worth a piece of its own
@@ -38,7 +39,12 @@ class GraphMemory:
 
     def captured(self, function: Callable[[], T], room: int = 0) -> tuple[Any, T]:
         """The graph of what `function` launches, and its result; nothing is run. Raises what the function raises, and
-        RuntimeError where the device refuses. `room`: bytes that it will hold at once, as far as is known.
+        RuntimeError where the device refuses. `room`: bytes that it will hold at once, as far as is known."""
+        (graph,), result = self.captured_in_stages(function, Border(), room)
+        return graph, result
+
+    def captured_in_stages(self, function: Callable[[], T], border: Border, room: int = 0) -> tuple[list[Any], T]:
+        """As `captured`; a graph ends, and the next one begins, wherever `function` calls `border`.
 
         Libraries may load kernels and take workspaces while they are captured ("relaxed"): nothing need run before.
         """
@@ -47,19 +53,31 @@ class GraphMemory:
             self._pool, self._room = torch.cuda.graph_pool_handle(), 0
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
-        graph = torch.cuda.CUDAGraph()
+        graphs: list[Any] = []
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            graphs[-1].capture_begin(self._pool, capture_error_mode="relaxed")
+
+        def go_on() -> None:
+            graphs[-1].capture_end()
+            begin()
+
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(self._pool, capture_error_mode="relaxed")
+            begin()
+            border.then = go_on
             try:
                 self._ask_for(room)
                 result = function()
             except BaseException:
                 with contextlib.suppress(Exception):  # it says once more that the capture is not whole
-                    graph.capture_end()
+                    graphs[-1].capture_end()
                 raise
-            graph.capture_end()
-        self._graphs.add(graph)
-        return graph, result
+            finally:
+                border.then = None
+            graphs[-1].capture_end()
+        self._graphs.update(graphs)
+        return graphs, result
 
     def _ask_for(self, room: int) -> None:
         if room - self._room > _LEAST_PIECE:

@@ -23,6 +23,7 @@ from torchlazy.runtime.program.parts import ProgramPart, find_parts
 from torchlazy.runtime.program.program import Program, Reinterpret, Step
 from torchlazy.runtime.program.small_values import place_small_values
 from torchlazy.runtime.program.spared_views import without_spare_windows
+from torchlazy.runtime.program.stages import Border
 from torchlazy.runtime.program.step_code import StepCode, piece_variable, tuple_text
 from torchlazy.runtime.program.steps import names_made
 from torchlazy.runtime.program.symbolic import size_lines
@@ -46,13 +47,18 @@ class RunCode:
     calls: dict[int, int]
 
 
-def emit_run(program: Program, kernels: Sequence[LoadedKernel]) -> RunCode:
-    """Write the function; `names` lacks only the helpers that the executor provides (`window`, `restride`, `fail`)."""
-    return _CodeWriter(program, kernels).write()
+def emit_run(
+    program: Program, kernels: Sequence[LoadedKernel], stops: Sequence[int] = (), border: Border | None = None
+) -> RunCode:
+    """Write the function; `names` lacks only the helpers that the executor provides (`window`, `restride`, `fail`).
+    It calls `border` before the steps at `stops`."""
+    return _CodeWriter(program, kernels, stops=frozenset(stops), border=border).write()
 
 
 @dataclass
 class _CodeWriter(StepCode):
+    stops: frozenset[int] = frozenset()
+    border: Border | None = None
     begun: list[int] = field(default_factory=list)  # as in `RunCode`, of the lines so far
     calls: dict[int, int] = field(default_factory=dict)
     parts: dict[Hashable, PartCode] = field(default_factory=dict)
@@ -76,7 +82,7 @@ class _CodeWriter(StepCode):
         self._inputs()
         self._mark(0)
         position = 0
-        for part in find_parts(program):
+        for part in [] if self.stops else find_parts(program):
             self._steps(position, part.start)
             self._part(part)
             position = part.stop
@@ -87,6 +93,8 @@ class _CodeWriter(StepCode):
 
     def _steps(self, start: int, stop: int) -> None:
         for position in range(start, stop):
+            if position in self.stops:
+                self.lines.append(f"{self.constant('border', self.border)}()")
             self.step(self.program.steps[position])
             self._mark(position + 1)
 

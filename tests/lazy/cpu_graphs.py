@@ -112,6 +112,8 @@ class Capturable:
     real: Any
     on: GraphDevice
     device: int = 0
+    stages: tuple[()] = ()
+    border: None = None
 
     def __post_init__(self) -> None:
         program = self.real.program

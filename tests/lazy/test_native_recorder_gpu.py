@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchlazy.runtime.native.recorder_library import LIBRARY
+from torchlazy.runtime.program import stages
 
 from tests.lazy.test_native_recorder import _followed, assert_same, by_the_driver, counts
 
@@ -67,8 +68,10 @@ def test_what_is_drawn_is_eagers_bit_for_bit(how: dict[str, bool]) -> None:
     assert counts()["deferred"] > 100 and not LIBRARY.module.ran_at_once()
 
 
-def test_graphs_draw_eagers_numbers() -> None:
+@pytest.mark.parametrize("in_stages", [False, True])
+def test_graphs_draw_eagers_numbers(in_stages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     by_the_driver()
+    monkeypatch.setattr(stages, "LEAST_WORK", 1 if in_stages else 10**6)
 
     def dropped(native: bool) -> list[Any]:
         torch.manual_seed(0)
@@ -77,6 +80,8 @@ def test_graphs_draw_eagers_numbers() -> None:
             x = torch.full((8, 32), turn + 1.0, device="cuda")
             with torchlazy.lazy_mode() if native else contextlib.nullcontext():
                 y = F.dropout(F.dropout(x * w.sum(), 0.5) * 2 + 1, 0.25)
+                for _ in range(12 if in_stages else 0):
+                    y = F.dropout(y @ w, 0.1) * 0.1
                 y.sum().backward()
             found += [y.detach(), w.grad, torch.cuda.get_rng_state()]
             w.grad = None
@@ -86,16 +91,20 @@ def test_graphs_draw_eagers_numbers() -> None:
     torchlazy.reset_metrics()
     have = dropped(True)
     assert torchlazy.metrics()["graph_replays"] >= 3, torchlazy.metrics()["fallbacks"]
+    assert (torchlazy.metrics()["launched_ahead"] >= 6) == in_stages, torchlazy.metrics()
     for a, b in zip(have, dropped(False), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_graphs_of_a_training_step() -> None:
+@pytest.mark.parametrize("in_stages", [False, True])
+def test_graphs_of_a_training_step(in_stages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     by_the_driver()
+    monkeypatch.setattr(stages, "LEAST_WORK", 1 if in_stages else 10**6)
 
     def train(native: bool) -> list[Any]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).cuda()
+        layers = [nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)) for _ in range(4)]
+        model = nn.Sequential(*layers, nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).cuda()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         found: list[Any] = []
         for turn in range(14):
@@ -114,6 +123,7 @@ def test_graphs_of_a_training_step() -> None:
     torchlazy.reset_metrics()
     have = train(True)
     assert torchlazy.metrics()["graph_replays"] >= 4, torchlazy.metrics()["fallbacks"]
+    assert (torchlazy.metrics()["launched_ahead"] >= 6) == in_stages, torchlazy.metrics()
     for a, b in zip(have, train(False), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 

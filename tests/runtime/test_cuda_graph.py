@@ -22,6 +22,7 @@ class Momentum:
         self.device = 0
         self.runs = 0
         self.prepared = 0
+        self.stages, self.border = (), None
         self.on = device
         self.program = SimpleNamespace(
             inputs=(("m", metas[0]), ("x", metas[1]), ("beta", beta)), scalars=(), donations=((0, 0),), steps=()

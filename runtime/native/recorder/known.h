@@ -63,6 +63,13 @@ struct Path {
     py::object again;                       // gives `native` and `last` anew; told how often they ran
     int64_t runs = 0;
   };
+  struct Stage {  // of the program, that can be launched before the cut
+    std::vector<uint32_t> inputs, scalars;  // that it is the first to read
+    size_t at;                              // the entries after which they are there
+  };
+  std::vector<Stage> stages;
+  bool knows_stages = false;
+  int launches = 0, in_vain = 0;  // traces of which stages were launched, and those that went another way then
   Run run;                                       // with `sizes` its program has `at`, which gives the one for symbols
   std::map<std::vector<int64_t>, Run> served;    // by symbols
   Known* known = nullptr;

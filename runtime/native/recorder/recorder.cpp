@@ -60,6 +60,9 @@ constexpr uint32_t HOT_SIZE = 8;        // a trace that came so often gets a pro
 constexpr int64_t FIRST_LOOK = 12, LAST_LOOK = 60;  // runs after which a program that is much slower, or slower, is given up
 constexpr size_t SURELY_REPETITION = 8192;  // entries of a log in which equal parts are taken for turns, though nothing comes again
 constexpr size_t FIRST_REPETITION = 512, REPETITIONS = 4;  // entries after which they are looked for, and how many there must be
+constexpr size_t WORTH_STAGES = 64;     // entries of a trace that may be launched in stages
+constexpr int WAITS = 3;                // so often in a row the host waited for the device a tenth of the time: stages pay
+constexpr int MOST_IN_VAIN = 4;         // stages that were launched for nothing
 constexpr int MOST_MISSES = 4;          // so often a program may lack values before its trace is given up
 
 int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -251,6 +254,11 @@ class Recorder {
   size_t look_at_ = 0, cut_at_ = 0;  // entries after which the log is looked at for repetitions, and is cut (0: not known)
   std::optional<c10::Stream> stream_;  // of the running trace's operators on a GPU
   Draws draws_;
+  size_t launched_ = 0;          // stages of the followed path's program that run already
+  bool may_launch_ = true;       // more of them, in this trace
+  std::optional<Place> drawn_;   // where the generator is after them
+  int64_t waited_ns_ = 0, counts_waits_since_ns_ = 0;  // for the device, in operators that run at once
+  int waits_ = 0;                // long traces in a row of whose time much was waiting
   std::unordered_map<uint64_t, uint64_t> draws_at_;  // by operator and sizes
   bool is_cutting_ = false;
   int64_t learning_ns_ = 0, first_ns_ = 0;
@@ -269,6 +277,10 @@ class Recorder {
     op.redispatchBoxed(keys & BELOW_KEY, stack);
   }
   void run_now(Operator& op, DispatchKeySet keys, Stack* stack);
+  void run_timed(Operator& op, DispatchKeySet keys, Stack* stack);
+  void find_stages(Path& path);
+  void launch_ahead();
+  void leave_stages();
   void run_at_once(Operator& op, DispatchKeySet keys, Stack* stack, const char* reason);
   void run_view(Operator& op, DispatchKeySet keys, Stack* stack);
   void run_free(Operator& op, DispatchKeySet keys, Stack* stack);
@@ -352,6 +364,15 @@ void Recorder::run_now(Operator& op, DispatchKeySet keys, Stack* stack) {
   for (uint32_t r = 0; r < op.returns; ++r)
     if (op.returned_argument[r] < 0 && !(op.has_host_lengths && r)) each_tensor((*stack)[stack->size() - op.returns + r], made);
     else each_tensor((*stack)[stack->size() - op.returns + r], watch);
+}
+
+// The same of an operator that may wait for the device.
+void Recorder::run_timed(Operator& op, DispatchKeySet keys, Stack* stack) {
+  const int64_t begun = now_ns();
+  run_now(op, keys, stack);
+  const int64_t taken = now_ns() - begun;
+  auto hold = acquire();
+  waited_ns_ += taken;
 }
 
 // Factories, and what reads no values.
@@ -479,7 +500,7 @@ void Recorder::run_at_once(Operator& op, DispatchKeySet keys, Stack* stack, cons
     }
   }
   const uint64_t trace = trace_number_;
-  run_now(op, keys, stack);
+  run_timed(op, keys, stack);
   if (!constant) return;
   auto hold = acquire();
   if (trace != trace_number_ || constant->before != log_.entries.size()) return;  // another thread was faster
@@ -613,7 +634,7 @@ void Recorder::record(Operator& op, DispatchKeySet keys, Stack* stack, std::uniq
   }
   if (makes_meta(op, *stack) || is_on_host(op, *stack)) {
     hold.unlock();
-    return run_now(op, keys, stack);
+    return run_timed(op, keys, stack);
   }
   if (op.plans_sizes && !varies_in_planned_sizes()) {
     uint64_t sizes = 0;
@@ -836,6 +857,7 @@ void Recorder::log_what_came() {
 
 void Recorder::take_path(Path* path, Bound&& bound) {
   if (path_ && path->sizes && !path_->sizes) log_what_came();
+  leave_stages();
   path_ = path, bound_ = std::move(bound), state_ = State::FOLLOWS;
 }
 
@@ -880,6 +902,7 @@ bool Recorder::follow(Operator& op, Stack* stack, size_t floats, const std::opti
   hash_ = path_->sizes ? hash_entry(hash_, &op, entry.inference, words_.data(), words_.size()) : path_->hashes[position_];
   skeleton_ = path_->skeletons[position_];
   defer(op, entry, stack, floats, draws);
+  if (C10_UNLIKELY(may_launch_ && launched_ < path_->stages.size() && position_ >= path_->stages[launched_].at)) launch_ahead();
   return true;
 }
 
@@ -924,6 +947,7 @@ void Recorder::defer(Operator& op, const Entry& entry, Stack* stack, size_t floa
 // The deferred entries run one by one, and the trace goes on as a logged one.
 void Recorder::stop_following() {
   Path& path = *path_;
+  leave_stages();
   run_entries(path, position_);
   const Entry* last = position_ ? &followed().entries[position_ - 1] : nullptr;
   log_.floats.resize(last ? last->floats_end : 0);
@@ -1192,6 +1216,7 @@ void Recorder::start_over() {
   auto old = memories_.take();
   log_.clear();
   stream_.reset(), draws_.generator.reset();
+  launched_ = 0, may_launch_ = true, drawn_.reset();
   state_ = State::START, path_ = nullptr, position_ = 0;
   ++trace_number_;
 }
@@ -1206,6 +1231,7 @@ void Recorder::finish_path() {
   for (uint32_t n : wanted) has_all &= path.gives[n] != 0;
   for (auto [a, b] : path.equal) are_equal &= log_.floats[a] == log_.floats[b];  // else one input cannot serve both
   if (!has_all || !are_equal) {
+    leave_stages();
     run_entries(path, path.size());
     if (++known.misses > MOST_MISSES) return retire(known, "other values are wanted each time");
     (path.sizes ? size_paths_ : paths_).remove(&path);
@@ -1213,6 +1239,10 @@ void Recorder::finish_path() {
     const InPython in_python;
     hooks->attr("want")(known.learned, wanted, are_equal);
     return;
+  }
+  if (path.size() >= WORTH_STAGES) {
+    waits_ = !compares_times || waited_ns_ * 10 > begun_ns_ - counts_waits_since_ns_ ? waits_ + 1 : 0;
+    waited_ns_ = 0, counts_waits_since_ns_ = begun_ns_;
   }
   if (!run_program(path)) return run_entries(path, path.size());
   const int64_t taken = now_ns() - begun_ns_;
@@ -1260,7 +1290,9 @@ bool Recorder::run_program(Path& path) {
       if (auto storage = m.weak.lock()) allow_access(storage.get());
   auto done = c10::make_scope_exit([&] { all_are_there(); });
   OnMemory guard;
-  const AtDraws at_draws(draws_);
+  Draws draws = draws_;
+  if (drawn_) draws.begin = *drawn_;
+  std::optional<AtDraws> at_draws(std::in_place, draws);
   ++counts.programs;
   std::vector<at::Tensor> memory;
   memory.reserve(path.inputs.size());
@@ -1284,8 +1316,17 @@ bool Recorder::run_program(Path& path) {
     const InPython in_python;
     py::list given = py::cast(memory);
     memory.clear();
-    auto list = py::cast<py::list>(run->program(std::move(given), py::cast(scalars)));
-    for (auto item : list) values.push_back(item.is_none() ? at::Tensor() : py::cast<at::Tensor>(item));
+    py::object list = launched_ ? run->program(given, py::cast(scalars), launched_) : py::none();
+    if (list.is_none()) {
+      if (launched_) {  // what the stages gave is lost
+        at_draws.reset();
+        at_draws.emplace(draws_);
+        leave_stages();
+      }
+      list = run->program(std::move(given), py::cast(scalars));
+    }
+    if (!path.sizes && !path.knows_stages && waits_ >= WAITS) find_stages(path);
+    for (auto item : py::cast<py::list>(list)) values.push_back(item.is_none() ? at::Tensor() : py::cast<at::Tensor>(item));
   }
   for (size_t i = 0; i < path.outputs.size(); ++i) {
     if (!values[i].defined()) continue;
@@ -1300,6 +1341,65 @@ bool Recorder::run_program(Path& path) {
     values[i].reset();
   }
   return true;
+}
+
+// ------------------------------------------------------------------------------------------ stages of a program
+
+// Of a program that the host waits for: which stages there are, and after which entries what they read is there.
+void Recorder::find_stages(Path& path) {
+  const py::object found = path.run.program.attr("stages")();
+  if (found.is_none()) return;
+  path.knows_stages = true;
+  std::vector<size_t> drawing;  // entries
+  for (size_t e = 0; e < path.size(); ++e)
+    if (path.log.entries[e].draws) drawing.push_back(e);
+  const auto after = [&](const auto& has_come) {
+    size_t e = 0;
+    while (e < path.size() && !has_come(path.log.entries[e])) ++e;
+    return e + 1;
+  };
+  size_t at = 1;
+  for (auto item : py::cast<py::list>(found)) {
+    auto [inputs, scalars, draws] = py::cast<std::tuple<std::vector<uint32_t>, std::vector<uint32_t>, size_t>>(item);
+    if (draws > drawing.size()) break;
+    for (uint32_t i : inputs) at = std::max(at, after([&](const Entry& e) { return e.met > path.inputs[i].number; }));
+    for (uint32_t i : scalars) at = std::max(at, after([&](const Entry& e) { return e.floats_end > path.scalars[i]; }));
+    if (draws) at = std::max(at, drawing[draws - 1] + 1);
+    path.stages.push_back({std::move(inputs), std::move(scalars), at});
+  }
+}
+
+void Recorder::launch_ahead() {
+  Path& path = *path_;
+  const OnStream on_its_stream(stream_);
+  OnMemory guard;
+  Draws draws = draws_;
+  if (drawn_) draws.begin = *drawn_;
+  const AtDraws at_draws(draws);
+  const InPython in_python;
+  if (!launched_) ++path.launches;
+  for (; launched_ < path.stages.size() && position_ >= path.stages[launched_].at; ++launched_) {
+    const Path::Stage& stage = path.stages[launched_];
+    std::vector<at::Tensor> memory;
+    for (uint32_t i : stage.inputs) {
+      const Input& in = path.inputs[i];
+      memory.push_back(tensor_on(memories_[in.number].held, in.dtype, in.sizes, in.strides, in.offset));
+    }
+    std::vector<double> scalars;
+    for (uint32_t i : stage.scalars) scalars.push_back(log_.floats[path.scalars[i]]);
+    if (!py::cast<bool>(path.run.program.attr("launch")(launched_, memory, scalars))) {
+      may_launch_ = false;
+      return leave_stages();
+    }
+  }
+  if (draws.generator) drawn_ = place_of(*draws.generator);
+}
+
+// What was launched is of no use: the trace goes another way, or the rest of its inputs is elsewhere.
+void Recorder::leave_stages() {
+  if (!launched_) return;
+  launched_ = 0, drawn_.reset();
+  if (++path_->in_vain >= MOST_IN_VAIN && path_->in_vain * 8 > path_->launches) path_->stages.clear();
 }
 
 // ------------------------------------------------------------------------------------------ learning

@@ -93,8 +93,8 @@ def make_step(job: Job, placement: Placement, options: argparse.Namespace) -> Ca
     return placement.prepare_step(train)
 
 
-def run_turn(step: Callable[[], torch.Tensor], placement: Placement, steps: int) -> float:
-    """Milliseconds a step over one turn."""
+def run_turn(step: Callable[[], torch.Tensor], placement: Placement, steps: int, reads: bool) -> float:
+    """Milliseconds a step over one turn; `reads`: the loss of each is read."""
     placement.wait()
     with_events = placement.target.startswith("cuda")
     if with_events:
@@ -103,7 +103,9 @@ def run_turn(step: Callable[[], torch.Tensor], placement: Placement, steps: int)
     started = time.perf_counter()
     for _ in range(steps):
         with placement.around_step():
-            step()
+            value = step()
+        if reads:
+            float(value)
     if placement.is_lazy:
         torchlazy.flush()
     if not with_events:
@@ -136,6 +138,10 @@ def warm_up(step: Callable[[], torch.Tensor], placement: Placement, steps: int, 
             torchlazy.wait_for_compile()
     placement.wait()
     measured.cold_seconds = time.perf_counter() - started
+    for _ in range(20 if options.reads_loss else 0):  # after which stages are launched ahead
+        with placement.around_step():
+            value = step()
+        float(value)
     for _ in range(SETTLING if placement.way in (*OUR_MODES, "lazy_module") else 0):
         step()  # audits are frequent in the first calls: after these the next one is far away
 
@@ -143,7 +149,7 @@ def warm_up(step: Callable[[], torch.Tensor], placement: Placement, steps: int, 
 def without_programs(placement: Placement) -> dict[str, Any]:
     """What was not compiled, or not replayed as a graph, and why."""
     found = placement.metrics()
-    return {name: found[name] for name in ("graph_replays", "fallbacks") if found.get(name)}
+    return {name: found[name] for name in ("graph_replays", "launched_ahead", "fallbacks") if found.get(name)}
 
 
 def measure(job: Job, options: argparse.Namespace) -> list[Measured]:
@@ -173,7 +179,7 @@ def measure(job: Job, options: argparse.Namespace) -> list[Measured]:
     for turn in range(options.turns):
         for measured, placement, step in alive if turn % 2 == 0 else reversed(alive):
             before_kernels = placement.metrics().get("kernels", 0)
-            measured.turns.append(run_turn(step, placement, options.steps))
+            measured.turns.append(run_turn(step, placement, options.steps, options.reads_loss))
             if placement.is_lazy:
                 measured.kernels_a_step = (placement.metrics()["kernels"] - before_kernels) / options.steps
     return results
@@ -191,6 +197,7 @@ def run_in_child(name: str, options: argparse.Namespace, ways: list[Way]) -> lis
     command = [sys.executable, __file__, "--child", name, "--job", options.job, "--ways", *ways]
     command += ["--target", options.target, "--turns", str(options.turns), "--steps", str(options.steps)]
     command += ["--warmup", str(options.warmup), *(["--batch", str(options.batch)] if options.batch else [])]
+    command += ["--reads-loss"] if options.reads_loss else []
     command += ["--bf16" if options.bf16 else "--no-bf16"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=options.limit, check=False)
@@ -234,6 +241,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=get_args(Way), default=list(WAYS))
     parser.add_argument("--target", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, help="autocast; default: on with CUDA")
+    parser.add_argument("--reads-loss", action="store_true", help="the host reads the loss of each step")
     parser.add_argument("--batch", type=int, help="default: each model's own")
     parser.add_argument("--turns", type=int, default=11)
     parser.add_argument("--steps", type=int, default=10, help="steps in a turn")

@@ -1,4 +1,4 @@
-"""Stages of a program that are launched before the cut: without a GPU, by stand-ins that check what each stage is given."""
+"""Stages of a program that are launched before the cut; without a GPU, by stand-ins that check what they are given."""
 
 from __future__ import annotations
 

@@ -116,7 +116,9 @@ def run_turn(step: Callable[[], torch.Tensor], placement: Placement, steps: int,
     return first.elapsed_time(last) / steps
 
 
-def warm_up(step: Callable[[], torch.Tensor], placement: Placement, steps: int, measured: Measured) -> None:
+def warm_up(
+    step: Callable[[], torch.Tensor], placement: Placement, steps: int, measured: Measured, reads: bool
+) -> None:
     """The first steps, compilation included, but for that of torchlazy's own C++, which comes once for a version."""
     if placement.way == "lazy_mode":
         with torchlazy.lazy_mode():
@@ -138,7 +140,7 @@ def warm_up(step: Callable[[], torch.Tensor], placement: Placement, steps: int, 
             torchlazy.wait_for_compile()
     placement.wait()
     measured.cold_seconds = time.perf_counter() - started
-    for _ in range(20 if options.reads_loss else 0):  # after which stages are launched ahead
+    for _ in range(20 if reads else 0):  # after which stages are launched ahead
         with placement.around_step():
             value = step()
         float(value)
@@ -164,7 +166,7 @@ def measure(job: Job, options: argparse.Namespace) -> list[Measured]:
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
             step = make_step(job, placement, options)
-            warm_up(step, placement, options.warmup, measured)
+            warm_up(step, placement, options.warmup, measured, options.reads_loss)
             if on_cuda:
                 measured.peak_gib = (torch.cuda.max_memory_allocated() - before) / 2**30
             alive.append((measured, placement, step))

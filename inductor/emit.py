@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from torchlazy.inductor.codegen.kernel import EmittedKernel
 from torchlazy.inductor.fingerprint import EmitOnce
-from torchlazy.inductor.grouping import plan_slots
+from torchlazy.inductor.grouping import HOISTED_BYTES, plan_slots
 from torchlazy.inductor.ir import Buffer, BufferRef, ExternNode, Kernel, LoopGraph, ViewNode
 from torchlazy.inductor.scheduler import Schedule
 from torchlazy.prims.meta import TensorMeta
@@ -49,10 +49,11 @@ class EmitKernel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EmitOptions:
-    """`foreach=False` launches every kernel by itself."""
+    """`foreach=False` launches every kernel by itself. `hoisted_bytes`: see `plan_slots`."""
 
     foreach: bool = True
     plan_memory: bool = True
+    hoisted_bytes: int = HOISTED_BYTES
 
 
 def emit_program(
@@ -62,7 +63,7 @@ def emit_program(
     options = options or EmitOptions()
     emit_once = emit_kernel if isinstance(emit_kernel, EmitOnce) else EmitOnce(emit_kernel)
     writer = _ProgramEmitter(plan, graph, emit_once)
-    writer.emit_items(options.foreach)
+    writer.emit_items(options)
     inputs = tuple((buffer.name, buffer.meta) for buffer in graph.inputs)
     steps: Sequence[Step] = writer.steps
     if options.plan_memory:
@@ -101,10 +102,12 @@ class _ProgramEmitter:
                 made = (item.output,) if isinstance(item, ViewNode) else item.outputs
             self.buffers |= {buffer.name: buffer for buffer in made if buffer is not None}
 
-    def emit_items(self, foreach: bool) -> None:
+    def emit_items(self, options: EmitOptions) -> None:
         """Write the steps of all items, slot by slot."""
-        keys = [self._family(item) if foreach and isinstance(item, Kernel) else None for item in self.plan.items]
-        for slot in plan_slots(self.plan, keys):
+        keys = [
+            self._family(item) if options.foreach and isinstance(item, Kernel) else None for item in self.plan.items
+        ]
+        for slot in plan_slots(self.plan, keys, options.hoisted_bytes):
             items = [self.plan.items[number] for number in slot.items]
             if len(items) == 1:
                 self._emit_item(items[0])

@@ -9,7 +9,7 @@ Invariant: groups are disjoint, cover every loop node, and contracting them leav
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from torchlazy.inductor.access import NodeFacts
@@ -69,9 +69,10 @@ def fuse(
     outputs: Iterable[str],
     donations: dict[str, str],
     options: FusionOptions,
+    late: Set[int] = frozenset(),
 ) -> tuple[list[Group], list[FusionDecision]]:
-    """Group the loop nodes; `order` is a dependency order of all nodes."""
-    fuser = _Fuser(nodes, facts, dependencies, order, frozenset(outputs), donations, options)
+    """Group the loop nodes, those in `late` among themselves; `order` is a dependency order of all nodes."""
+    fuser = _Fuser(nodes, facts, dependencies, order, frozenset(outputs), donations, options, late)
     fuser.run()
     groups = {id(group): group for group in fuser.groups if group is not None}
     return list(groups.values()), fuser.decisions
@@ -92,6 +93,7 @@ class _Fuser:
         outputs: frozenset[str],
         donations: dict[str, str],
         options: FusionOptions,
+        late: Set[int],
     ) -> None:
         self.nodes = nodes
         self.facts = facts
@@ -102,6 +104,7 @@ class _Fuser:
         self.donations = donations
         self.windows = _windows_of(nodes, set(donations.values()))
         self.options = options
+        self.late = late
         self.groups: list[Group | None] = [None] * len(nodes)
         self.head: list[int] = list(range(len(nodes)))  # the node that stands for a node's group
         self.members: list[list[int]] = [[n] for n in range(len(nodes))]
@@ -211,6 +214,8 @@ class _Fuser:
     def _judge(self, a: int, b: int, first: Group, second: Group, are_second_stages: bool) -> Match | str:
         if first.device != second.device:
             return f"devices differ: {first.device} and {second.device}"
+        if (first.nodes[0] in self.late) != (second.nodes[0] in self.late):
+            return "one of them needs inputs that come late"
         reason = points_differ(first, second) or self._too_large(first, second)
         if reason:
             return reason

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from torchlazy.inductor.access import Known, NodeFacts, collect_facts
+from torchlazy.inductor.arrival import late_nodes
 from torchlazy.inductor.dependencies import (
     Dependencies,
     collect_dependencies,
@@ -31,9 +32,11 @@ Item: TypeAlias = "Kernel | ExternNode | ViewNode"
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """What scheduling may do; `fuse=False` gives one kernel a node."""
+    """What scheduling may do; `fuse=False` gives one kernel a node, `in_stages` none of nodes that need inputs which
+    come late and of others."""
 
     fuse: bool = True
+    in_stages: bool = False
     fusion: FusionOptions = field(default_factory=FusionOptions)
 
 
@@ -61,7 +64,8 @@ def schedule(graph: LoopGraph, options: ScheduleOptions | None = None) -> Schedu
     plan = plan_donations(graph, nodes, facts)
     dependencies, order = _ordered(plan)
     fusion = options.fusion if options.fuse else FusionOptions(max_statements=1, horizontal=False)
-    groups, decisions = fuse(plan.nodes, plan.facts, dependencies, order, plan.outputs, plan.donations, fusion)
+    late = late_nodes(graph.inputs, plan.nodes, plan.facts) if options.in_stages else frozenset()
+    groups, decisions = fuse(plan.nodes, plan.facts, dependencies, order, plan.outputs, plan.donations, fusion, late)
     builder = _KernelBuilder(graph, plan, dependencies)
     items = tuple(builder.build(unit) for unit in _ordered_units(plan.nodes, dependencies, groups))
     dropped = [FusionDecision(False, f"donation: {reason}", output, target) for output, target, reason in plan.dropped]

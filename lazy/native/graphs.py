@@ -20,6 +20,7 @@ from torchlazy.lazy.report import metrics
 from torchlazy.lazy.torch_private.patches import exclude_from_dynamo
 from torchlazy.lazy.trace.trace import CutTrace, compute_device
 from torchlazy.runtime.cuda.graph import GraphedProgram
+from torchlazy.runtime.executor import Executable
 
 _SETTLED = 3  # runs whose inputs are compared before a graph is captured
 MAX_CAPTURES = 4  # of one graph anew, since inputs moved that were assumed to stay
@@ -38,7 +39,7 @@ class RunsInPython:
         self._runs = 0  # in a row, of one model
         self._addresses: list[int] = []  # of the inputs of the run before
         self._moving: set[int] = set()  # inputs that were elsewhere in some run
-        self._in_stages = False
+        self._staged: Executable | None = None  # the program that graphs in stages are made of
         self._ahead: GraphedProgram | None = None  # whose first stages run already
 
     def stages(self) -> list[tuple[tuple[int, ...], tuple[int, ...], int]] | None:
@@ -47,9 +48,15 @@ class RunsInPython:
         the host waits for the device."""
         if not self._may_be_graph or config.cuda_graphs == "off":
             return []
-        if not self._in_stages:
-            self._in_stages = True
+        if self._staged is None:
+            found, reason = self._program("stages")
+            if found is None:
+                return [] if reason else None
+            self._staged = found.run.in_stages()
+            if self._staged is found.run:  # it has none
+                return []
             self._graphs.clear()
+            self._runs = _SETTLED
         if not self._graphs:
             return None
         parts = [(part.inputs, part.scalars, part.draws) for part in self._graphs[0].parts]
@@ -107,18 +114,14 @@ class RunsInPython:
                 return None
         if self._captures >= MAX_CAPTURES:
             return self._without("memory that was assumed to stay in place has moved again and again")
-        lock = current().lock
-        if not lock.acquire(blocking=False):  # its holder may wait for this thread
-            return None
-        try:
-            compiled, reason = self._driver.program_for_replay(self._trace, self._frame)
-        finally:
-            lock.release()
-        if compiled is None:
-            return self._without(reason) if reason else None
+        run = self._staged
+        if run is None:
+            compiled, reason = self._program("memory")
+            if compiled is None:
+                return self._without(reason) if reason else None
+            run = compiled.run
         stays = [number not in self._moving for number in range(len(memory))]
         try:
-            run = compiled.run.in_stages() if self._in_stages else compiled.run
             graph = GraphedProgram(run, memory, stays, len(scalars))
             values = graph.capture(memory, scalars)
         except Exception as error:  # a library call that a capture refuses: the program runs as it is
@@ -126,6 +129,15 @@ class RunsInPython:
         self._graphs.append(graph)
         self._runs = 0
         return values
+
+    def _program(self, form: str) -> tuple[Any, str]:
+        lock = current().lock
+        if not lock.acquire(blocking=False):  # its holder may wait for this thread
+            return None, ""
+        try:
+            return self._driver.program_for_replay(self._trace, self._frame, form)  # type: ignore[no-any-return]
+        finally:
+            lock.release()
 
     def _look(self, memory: list[torch.Tensor]) -> None:
         addresses = [tensor.data_ptr() for tensor in memory]

@@ -43,7 +43,17 @@ class CompileOptions:
     language: str  # "cpp", "numba" or "triton"
     precision: str  # "fused" or "eager"
     recompute: str = "on"  # "on": backward rematerializes what is free inside its own kernels; "off"; a budget's text
-    scalars: str = "arguments"  # "memory": as 0-dim tensors after the other inputs, for CUDA graphs
+    scalars: str = "arguments"
+    """"memory": as 0-dim tensors after the other inputs, for CUDA graphs; "stages": the same, where what needs late
+    inputs stays apart."""
+
+    @property
+    def in_memory(self) -> bool:
+        return self.scalars != "arguments"
+
+    @property
+    def in_stages(self) -> bool:
+        return self.scalars == "stages"
 
 
 @dataclass(frozen=True)

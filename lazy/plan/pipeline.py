@@ -119,6 +119,11 @@ class _Repeated:
         return self.programs[0 if trace.half is None else int(trace.half.is_second)]
 
 
+def emitting(options: CompileOptions) -> emit.EmitOptions:
+    """In stages no kernel runs earlier than it must, to share a launch: its inputs may not be there yet."""
+    return emit.EmitOptions(hoisted_bytes=0) if options.in_stages else emit.EmitOptions()
+
+
 @paused_collector()
 def plan_trace(trace: CutTrace, options: CompileOptions) -> Planned:
     """All stages up to the program, in order."""
@@ -126,7 +131,7 @@ def plan_trace(trace: CutTrace, options: CompileOptions) -> Planned:
     fallbacks: list[Fallback] = []
     forms = _plan_schedule(trace, options, timings, fallbacks)
     backend = backends.backend(options.language)
-    program = timed(timings, "program", emit.emit_program, forms.schedule, forms.loops, backend.emit)
+    program = timed(timings, "program", emit.emit_program, forms.schedule, forms.loops, backend.emit, emitting(options))
     return Planned(program, forms, tuple(fallbacks), timings)
 
 
@@ -153,13 +158,15 @@ def _plan_schedule(
     if half is not None:
         graph, donations = timed(timings, "halves", halves_of, graph, trace).of(trace)
     timed(timings, "verify prims", verify, graph, PRIMS)
-    if options.scalars == "memory":
+    if options.in_memory:
         graph = timed(timings, "scalars", scalars_in_memory, graph, compute_device(trace))
     told = {} if places is None else {"values": places.lowered, "partials": places.partials}
     loops = timed(timings, "loop_ir", lowering.lower, graph, donations=donations, **told)
     if look is not None:
         look(loops)
-    schedule = timed(timings, "fusion", scheduler.schedule, loops, scheduler.ScheduleOptions())
+    schedule = timed(
+        timings, "fusion", scheduler.schedule, loops, scheduler.ScheduleOptions(in_stages=options.in_stages)
+    )
     return Forms(graphs.aten, graph, loops, schedule, graphs.held)
 
 
@@ -196,7 +203,7 @@ def _schedule_both(
     halves = timed(timings, "halves", halves_of, graphs.prims, trace)
     for graph in (halves.first, halves.second):
         timed(timings, "verify prims", verify, graph, PRIMS)
-    if options.scalars == "memory":
+    if options.in_memory:
         device = compute_device(trace)
         first, second = (timed(timings, "scalars", scalars_in_memory, g, device) for g in (halves.first, halves.second))
         halves = replace(halves, first=first, second=second)
@@ -220,12 +227,14 @@ def plan_repeated(trace: CutTrace, options: CompileOptions) -> PlannedAhead | No
     if found is None:
         return None
     own = found.of(trace)
-    program = timed(timings, "program", emit.emit_program, own.schedule, own.interface, found.emit_once)
+    program = timed(
+        timings, "program", emit.emit_program, own.schedule, own.interface, found.emit_once, emitting(options)
+    )
     return PlannedAhead(program, found.fallbacks, timings)
 
 
 def _repeat(trace: CutTrace, options: CompileOptions, timings: dict[str, float]) -> _Repeated | None:
-    in_memory = options.scalars == "memory"
+    in_memory = options.in_memory
     attempts = shorten(trace)
     while (traces := timed(timings, "shorten", next, attempts, None)) is not None:
         fallbacks: list[Fallback] = []

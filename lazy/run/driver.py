@@ -148,9 +148,10 @@ class Driver:
                 values = values_after_failure(compiled.run, first, error, inputs, scalars)
                 raise HalfFailed(values, error) from None
 
-    def program_for_replay(self, trace: CutTrace, frame: str) -> tuple[Compiled | None, str]:
-        """The form of the trace's program that takes its scalars from memory, once there is one; else why not."""
-        known, outcome = self.tiers.look_up(trace, compute_device(trace), frame, "memory")
+    def program_for_replay(self, trace: CutTrace, frame: str, scalars: str = "memory") -> tuple[Compiled | None, str]:
+        """The form of the trace's program that takes its scalars from memory, once there is one; else why not.
+        `scalars`: "stages" for one that is launched in stages."""
+        known, outcome = self.tiers.look_up(trace, compute_device(trace), frame, scalars)
         return known.compiled, known.failure if known.compiled is None else outcome
 
     def _look_up(self, trace: CutTrace, cause: str, frame: str) -> tuple[KnownTrace, str]:

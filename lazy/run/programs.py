@@ -127,7 +127,7 @@ class Tiers:
     def look_up(self, trace: CutTrace, device: str, frame: str, scalars: str = "arguments") -> tuple[KnownTrace, str]:
         """What is known of the trace, with its program if it has one by now; and the outcome in words.
 
-        With `scalars` "memory", or for a half of a joined trace, the caller has run the trace before: its program is
+        With `scalars` in memory, or for a half of a joined trace, the caller has run the trace before: its program is
         compiled at the first sight.
         """
         options = CompileOptions(languages.language_for(device), config.precision, config.recompute, scalars)
@@ -167,7 +167,7 @@ class Tiers:
             if known.seen == 1 and config.tiers != "off":
                 return "tier 0: first sight"
             return self._fail(known, f"no code generator for {device}")
-        is_replayed = options.scalars == "memory" or trace.half is not None
+        is_replayed = options.in_memory or trace.half is not None
         if (config.dynamic == "on" or self.sizes_vary) and not is_replayed:
             outcome = self.families.find(known, trace, options, device, frame)
             if outcome:

@@ -33,7 +33,7 @@ from torchlazy.runtime.program.program import ExternCall
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Values(Protocol[T_co]):
+class ByPosition(Protocol[T_co]):
     """Inputs or scalars by position: of the whole program, or those of a stage."""
 
     def __getitem__(self, position: int, /) -> T_co: ...
@@ -149,11 +149,11 @@ class GraphedProgram:
         numbers = [tensor for _, tensor in sorted(chain(*pairs), key=itemgetter(0))]
         return self._run.run([*self._inputs, *numbers], ())
 
-    def _replay(self, part: _Part, inputs: Values[torch.Tensor], scalars: Values[float]) -> None:
+    def _replay(self, part: _Part, inputs: ByPosition[torch.Tensor], scalars: ByPosition[float]) -> None:
         self._load(part, inputs, scalars)
         self._memory.replay(part.graph)
 
-    def _load(self, part: _Part, inputs: Values[torch.Tensor], scalars: Values[float]) -> None:
+    def _load(self, part: _Part, inputs: ByPosition[torch.Tensor], scalars: ByPosition[float]) -> None:
         for position in part.reads.inputs:
             if not self._stays[position]:
                 self._inputs[position].copy_(inputs[position])

@@ -39,15 +39,17 @@ class Border:
 
 
 def find_stages(program: Program, steps: Sequence[Step]) -> tuple[Stage, ...]:
-    """Stages of about as much work each; one or none where the program is short or writes into inputs early. `steps`
-    are the program's as they run."""
+    """Stages of about as much work each up to the first write into an input, and what is left; few where the program is
+    short or writes early. `steps` are the program's as they run."""
     if program.symbols or program.sizes:
         return ()
-    work = [i for i, step in enumerate(steps) if isinstance(step, Launch | ForeachLaunch | ExternCall)]
-    most = min(MOST_STAGES, len(work) // LEAST_WORK)
     end = first_write(program, steps)
+    work = [i for i, step in enumerate(steps[:end]) if isinstance(step, Launch | ForeachLaunch | ExternCall)]
+    most = min(MOST_STAGES, len(work) // LEAST_WORK)
+    if not most:
+        return ()
     stops = [work[n * len(work) // most] for n in range(1, most)]
-    stops = [stop for stop in stops if stop <= end] + [len(steps)]
+    stops += [end, len(steps)] if end < len(steps) else [end]
     place_of = {name: position for position, (name, _) in enumerate(program.inputs)}
     stages: list[Stage] = []
     begin = draws = 0

@@ -16,6 +16,7 @@ from torchlazy.lazy.native.graphs import RunsInPython
 from torchlazy.runtime.cuda.graph import PartReads, parts_of, room_like
 from torchlazy.runtime.native.recorder_library import LIBRARY
 from torchlazy.runtime.program import stages
+from torchlazy.runtime.program.stages import first_write
 from torchlazy.runtime.toolchains.toolchain_cpp import has_cpp
 
 from tests.lazy.test_native_recorder import Attention, Net, _followed, assert_same, by_the_driver
@@ -34,9 +35,9 @@ class Staged(RunsInPython):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        found, reason = self._driver.program_for_replay(self._trace, self._frame)
+        found, reason = self._driver.program_for_replay(self._trace, self._frame, "stages")
         torchlazy.wait_for_compile()
-        found, reason = self._driver.program_for_replay(self._trace, self._frame)
+        found, reason = self._driver.program_for_replay(self._trace, self._frame, "stages")
         assert found is not None, reason
         self.run = found.run.in_stages()
         self.parts: list[PartReads] = parts_of(self.run, len(self._trace.inputs), len(self._trace.scalar_kinds))
@@ -154,8 +155,11 @@ def same(have: list[Any], want: list[Any]) -> None:
 def test_each_stage_has_what_it_reads(model: type[nn.Module]) -> None:
     same(trained(model, True), trained(model, False))
     assert sum(one.launched for one in Staged.made) > 3 * sum(one.finished for one in Staged.made) / 2 > 6
-    parts = [one.parts for one in Staged.made if one.finished]
-    assert all(len(each) > 2 for each in parts)
+    for one in Staged.made:
+        if one.finished:  # forward and backward, and behind them the optimizer
+            *stages, last = one.run.stages
+            assert len(stages) > 4 and stages[-1].stop == first_write(one.run.program, one.run._places.steps)
+            assert len(last.inputs) > len(list(model().parameters()))
 
 
 def test_what_writes_into_an_input_early_is_launched_at_the_cut() -> None:

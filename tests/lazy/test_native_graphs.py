@@ -40,7 +40,7 @@ class Driver:
     def run_compiled(self, compiled: Any, trace: Any, memory: list[torch.Tensor], scalars: list[Any]) -> list[Any]:
         return [torch.stack(memory).sum(0)]
 
-    def program_for_replay(self, trace: Any, frame: str) -> tuple[Any, str]:
+    def program_for_replay(self, trace: Any, frame: str, form: str) -> tuple[Any, str]:
         return self, ""
 
     run = None

@@ -257,7 +257,8 @@ class Recorder {
   size_t launched_ = 0;          // stages of the followed path's program that run already
   bool may_launch_ = true;       // more of them, in this trace
   std::optional<Place> drawn_;   // where the generator is after them
-  int64_t waited_ns_ = 0, counts_waits_since_ns_ = 0;  // for the device, in operators that run at once
+  int64_t waited_ns_ = 0, waits_since_ns_ = 0;  // in operators that run at once and between traces: for the device, maybe
+  int64_t ended_ns_ = 0;         // the last trace
   int waits_ = 0;                // long traces in a row of whose time much was waiting
   std::unordered_map<uint64_t, uint64_t> draws_at_;  // by operator and sizes
   bool is_cutting_ = false;
@@ -689,6 +690,7 @@ void Recorder::record(Operator& op, DispatchKeySet keys, Stack* stack, std::uniq
 
 void Recorder::begin() {
   begun_ns_ = now_ns();
+  if (ended_ns_) waited_ns_ += begun_ns_ - ended_ns_;
   hash_ = mixed(uint64_t(c10::typeMetaToScalarType(at::get_default_dtype())), at::globalContext().deterministicAlgorithms());
   begin_hash_ = skeleton_ = hash_;
   position_ = 0, path_ = nullptr, is_odd_ = false;
@@ -1217,6 +1219,7 @@ void Recorder::start_over() {
   log_.clear();
   stream_.reset(), draws_.generator.reset();
   launched_ = 0, may_launch_ = true, drawn_.reset();
+  ended_ns_ = now_ns();
   state_ = State::START, path_ = nullptr, position_ = 0;
   ++trace_number_;
 }
@@ -1241,8 +1244,8 @@ void Recorder::finish_path() {
     return;
   }
   if (path.size() >= WORTH_STAGES) {
-    waits_ = !compares_times || waited_ns_ * 10 > begun_ns_ - counts_waits_since_ns_ ? waits_ + 1 : 0;
-    waited_ns_ = 0, counts_waits_since_ns_ = begun_ns_;
+    waits_ = !compares_times || waited_ns_ * 10 > begun_ns_ - waits_since_ns_ ? waits_ + 1 : 0;
+    waited_ns_ = 0, waits_since_ns_ = begun_ns_;
   }
   if (!run_program(path)) return run_entries(path, path.size());
   const int64_t taken = now_ns() - begun_ns_;

@@ -174,7 +174,8 @@ def metrics() -> dict[str, Any]:
     """Counts since the start or the last `reset_metrics()`, as a plain dict.
 
     `traces` and `ops` recorded; `cuts` and `reads_apart` {cause: n}; `hits` and `misses` of the program cache;
-    `compiles` and `compile_seconds`; `kernels` launched; `graph_replays`, runs of a whole program as one CUDA graph;
+    `compiles` and `compile_seconds`; `kernels` launched; `graph_replays`, runs of a whole program as CUDA graphs;
+    `launched_ahead`, stages of such graphs that were launched before the cut;
     `extern_calls` {operator: n}; `fallbacks` {reason: n}; `bytes` allocated by programs.
     """
     _metrics.ops += recorder.ops_recorded

@@ -192,6 +192,9 @@ def _raised(phase: str, error: Exception, program: Program) -> list[Any]:
     return [phase, type(error).__name__, lines[-1] if lines else 0]
 
 
+_OF_TORCH = {"captured by torch": "eager", "differentiated by torch": "aot_eager"}  # backends of `torch.compile`
+
+
 def _backward(result: Any) -> None:
     found = [t for _, t in leaves(result, "") if isinstance(t, torch.Tensor) and t.requires_grad and t.grad_fn]
     if found:
@@ -221,8 +224,8 @@ def play(program: Program, way: str, places: dict[int, list[str]]) -> Iterator[S
         called = torchlazy.compile(step, audit=audit)
     elif way == "bridge":
         called = torch.compile(step, backend="torchlazy")
-    elif way == "aot_eager":
-        called = torch.compile(step, backend="aot_eager")
+    elif way in _OF_TORCH:
+        called = torch.compile(step, backend=_OF_TORCH[way])
     elif way == "module":
         module = torchlazy.compile(S, audit=audit)
         called = lambda _, *rest: module(*rest)  # noqa: E731
@@ -286,7 +289,7 @@ def _run(program: Program, way: str, want: list[Seen], places: dict[int, list[st
         with contextlib.suppress(Exception):
             torchlazy.sync()
         driver.forget()
-        if way in ("bridge", "aot_eager"):
+        if way == "bridge" or way in _OF_TORCH:
             torch._dynamo.reset()
     return None
 
@@ -306,8 +309,8 @@ def failures(program: Program, ways: tuple[str, ...], tier0: bool = True) -> lis
             if failure is None:
                 continue
             if way == "bridge":  # torch's own capture may differ
-                theirs = _run(program, "aot_eager", want, places)
-                if theirs is not None and theirs.signature() == failure.signature():
+                theirs = [_run(program, way, want, places) for way in _OF_TORCH]
+                if any(one is not None and one.signature() == failure.signature() for one in theirs):
                     continue
             found.append(failure)
     return found

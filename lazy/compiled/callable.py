@@ -29,7 +29,7 @@ from torchlazy.lazy.compiled.front_door import CompileSettings
 from torchlazy.lazy.compiled.gradient_orders import GradientOrders
 from torchlazy.lazy.compiled.guards.discover import KEPT_ON_OWNER, TooMuch
 from torchlazy.lazy.compiled.guards.reached import NotYet, is_replaceable
-from torchlazy.lazy.compiled.inline_cache import CallFacts, InlineCache
+from torchlazy.lazy.compiled.inline_cache import IN_PYTHON, CallFacts, InlineCache
 from torchlazy.lazy.compiled.key import RememberedContext, why_intercepted
 from torchlazy.lazy.compiled.module import (
     KEPT_BY_CLASSES,
@@ -108,7 +108,7 @@ class CompiledCallable:
         )
         self._shared = SharedSteps()
         self._ambience = RememberedContext(self.recorder)
-        self._alike = InlineCache(self.recorder, settings.audit, self._counts)
+        self._alike = InlineCache(self.recorder, settings.audit, self._counts, self._note)
         self._kinds = OpenKinds()  # classes of arguments whose objects come and go
         self._sizes_vary = False
         self._never = never_replayed(function)
@@ -142,7 +142,7 @@ class CompiledCallable:
             return self._run_python(args, kwargs)
         replayed = self._alike.replayed(args, kwargs, settings)
         if replayed is not None:
-            return replayed[0]
+            return replayed[0] if replayed is not IN_PYTHON else self._run_in_eager(args, kwargs)
         with with_dynamic(self._dynamic_programs), COLLECTIVE_LOG:
             if not recorder.mode_depth and not BLOCKS.may_record:
                 found = self._served(args, kwargs, settings)
@@ -158,9 +158,7 @@ class CompiledCallable:
                 if self._growth.name:  # flushed here, where programs are made for all sizes
                     recorder.cut("flush")
         if found is _IN_EAGER:
-            self._counts["verified"] += 1
-            with running_compiled():
-                return self._function(*args, **kwargs)
+            return self._run_in_eager(args, kwargs)
         return found if found is not _ANEW else self(*args, **kwargs)  # without the lock: a backward runs in threads
 
     @property
@@ -285,6 +283,11 @@ class CompiledCallable:
         """The arguments, with copies of argument views (parts of larger memory); not where the callable turned out to
         write to one, to return a view of one, or to read its address."""
         return leaves if self._writes_views else copy_argument_views(leaves)
+
+    def _run_in_eager(self, args: Any, kwargs: Any) -> Any:
+        self._counts["verified"] += 1
+        with running_compiled():
+            return self._function(*args, **kwargs)
 
     def _run_python(self, args: Any, kwargs: Any) -> Any:
         self._counts["verified"] += 1

@@ -7,13 +7,17 @@ Python would have given the same.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from torchlazy.lazy.compiled.race import Race
+from torchlazy.lazy.compiled.replay.hosts import generators_of
 from torchlazy.lazy.compiled.replay.native import NativeReplay, NeedsPython, native_replay
 from torchlazy.lazy.compiled.template.arguments import Flat, Structure
+from torchlazy.lazy.compiled.template.template import Seed
 from torchlazy.lazy.compiled.variants import CallSignature, Variant
+from torchlazy.lazy.native.block import BLOCKS
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.run.driver import count_run
 from torchlazy.runtime.native.identity_check import is_ready
@@ -24,6 +28,7 @@ _LONGEST_PATIENCE = 4096
 _MOST_ENTRIES = 8  # a call that none of them fits costs a comparison with each, half a microsecond
 _MOST_COUNTED = 64
 _TURNS_OF_WAITING = 4
+IN_PYTHON: tuple[Any] = (object(),)  # what `replayed` answers for a call that is to run its Python
 
 # The arguments flat, as the caller passed them and as programs receive them, their structure, the key, the signature.
 CallFacts: TypeAlias = tuple[list[Any], list[Any], Structure, Any, CallSignature]
@@ -59,21 +64,25 @@ class _Entry:
     in_python: str = ""
     waits: bool = False
     served: int = 0  # by replays in Python
+    race: Race | None = None  # on the CPU: a GPU's work is not in the time that a call takes
 
     def look_for_native(self) -> None:
         variant, self.in_python = self.call.variant, ""
         try:
             self.native = native_replay(LIBRARY.module, variant.replay, self.call.check, variant.guards.holds)
             self.waits = self.native is None
+            if self.native is not None and self.native.compiled.run.device is None and not _draws(variant):
+                self.race = self.race or Race()
         except NeedsPython as why:
             self.in_python, self.waits = str(why), False
 
 
 class InlineCache:
     """Remembers some calls, the last one first. `audits`: whether replays are audited; `counts` has those of the
-    callable's calls."""
+    callable's calls; `note` takes what its report is to say."""
 
-    def __init__(self, recorder: Recorder, audits: bool, counts: dict[str, int]) -> None:
+    def __init__(self, recorder: Recorder, audits: bool, counts: dict[str, int], note: Callable[[str], None]) -> None:
+        self._note = note
         self._recorder, self._audits, self._counts = recorder, audits, counts
         self._entries: list[_Entry] = []
         self._served: dict[Variant, int] = {}  # calls by replays in Python, of variants that have no entry
@@ -100,7 +109,8 @@ class InlineCache:
         return None
 
     def replayed(self, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Any) -> tuple[Any] | None:
-        """The value of a call that was replayed without Python; None where nothing was done."""
+        """The value of a call that was replayed without Python; None where nothing was done, IN_PYTHON where its Python
+        is to run: it is faster, or has its turn in a race."""
         recorder, entries = self._recorder, self._entries
         driver: Any = recorder.driver
         for entry in entries:
@@ -121,6 +131,15 @@ class InlineCache:
             ):
                 continue
             given = alike.leaves(args, kwargs) if kwargs or alike.structure.names else args
+            race = entry.race
+            if race is not None and given is not None and not BLOCKS.is_open_here() and alike.check.fit(given):
+                is_over = race.is_over
+                if race.is_pythons_turn():
+                    if race.is_over and not is_over:
+                        self._note(f"runs its Python, which is faster than its replays: {race}")
+                    return IN_PYTHON
+                if race.is_over:
+                    entry.race = None
             leaves = None if given is None else native.call.run(given)
             if leaves is None:
                 continue
@@ -190,8 +209,12 @@ def _alike(given: list[Any], key: Any, signature: CallSignature, variant: Varian
     return RememberedCall(check, settings, structure, key, signature, variant)
 
 
+def _draws(variant: Variant) -> bool:
+    return any(isinstance(step, Seed) or generators_of(step) for step in variant.replay.template.steps)
+
+
 def _free_among(variant: Variant) -> Collection[int]:
     return {read.leaf for read in variant.replay.template.read_free if hasattr(read, "leaf")}
 
 
-__all__ = ["InlineCache", "RememberedCall"]
+__all__ = ["IN_PYTHON", "InlineCache", "RememberedCall"]

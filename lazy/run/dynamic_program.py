@@ -74,6 +74,10 @@ class BoundRun:
     def counts(self) -> Any:
         return self.executable_now.counts
 
+    @property
+    def device(self) -> int | None:
+        return self.executable.device
+
     def native(self, runs: int = 0) -> NativeRun | None:
         """As `native_of`, having counted so many runs; None on a GPU, too."""
         count = self.count

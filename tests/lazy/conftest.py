@@ -10,7 +10,7 @@ import pytest
 import torch
 import torchlazy
 from torchlazy.lazy.api import driver, recorder
-from torchlazy.lazy.compiled import families
+from torchlazy.lazy.compiled import families, race
 from torchlazy.lazy.native.block import BLOCKS
 from torchlazy.lazy.run.programs import KnownTrace
 
@@ -65,9 +65,10 @@ def _fresh_recorder(held_jobs: HeldJobs) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _bound_at_first_sight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Templates are made for sizes that come once, too, however long that takes."""
+def _without_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates are made for sizes that come once, too, however long that takes; no replay is raced."""
     monkeypatch.setattr(families, "_MOST_BINDING", float("inf"))
+    monkeypatch.setattr(race, "BEGINS", 1 << 60)
 
 
 @pytest.fixture(params=["native", "python"])

@@ -1384,8 +1384,16 @@ void Recorder::launch_ahead() {
   for (; launched_ < path.stages.size() && position_ >= path.stages[launched_].at; ++launched_) {
     const Path::Stage& stage = path.stages[launched_];
     std::vector<at::Tensor> memory;
+    std::vector<c10::intrusive_ptr<StorageImpl>> written;  // by deferred entries: what was there before is there yet
+    auto closed_again = c10::make_scope_exit([&] {
+      for (const auto& storage : written) forbid_access(storage.get());
+    });
     for (uint32_t i : stage.inputs) {
       const Input& in = path.inputs[i];
+      if (memories_[in.number].pending) {
+        written.push_back(memories_[in.number].held);
+        allow_access(written.back().get());
+      }
       memory.push_back(tensor_on(memories_[in.number].held, in.dtype, in.sizes, in.strides, in.offset));
     }
     std::vector<double> scalars;

@@ -108,7 +108,7 @@ class CompiledCallable:
         )
         self._shared = SharedSteps()
         self._ambience = RememberedContext(self.recorder)
-        self._alike = InlineCache(self.recorder, settings.audit, self._counts, self._note)
+        self._alike = InlineCache(self.recorder, settings.audit, self._counts, self._note, self._ordinary)
         self._kinds = OpenKinds()  # classes of arguments whose objects come and go
         self._sizes_vary = False
         self._never = never_replayed(function)

@@ -7,19 +7,21 @@ Python would have given the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from torchlazy.lazy.compiled.ordinary import OrdinaryCalls
 from torchlazy.lazy.compiled.race import Race
 from torchlazy.lazy.compiled.replay.hosts import generators_of
 from torchlazy.lazy.compiled.replay.native import NativeReplay, NeedsPython, native_replay
 from torchlazy.lazy.compiled.template.arguments import Flat, Structure
-from torchlazy.lazy.compiled.template.template import Seed
+from torchlazy.lazy.compiled.template.template import JointRun, KeepState, Rewind, Segment
 from torchlazy.lazy.compiled.variants import CallSignature, Variant
 from torchlazy.lazy.native.block import BLOCKS
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.run.driver import count_run
+from torchlazy.lazy.trace.trace import compute_device
 from torchlazy.runtime.native.identity_check import is_ready
 from torchlazy.runtime.native.recorder_library import LIBRARY
 
@@ -64,25 +66,30 @@ class _Entry:
     in_python: str = ""
     waits: bool = False
     served: int = 0  # by replays in Python
-    race: Race | None = None  # on the CPU: a GPU's work is not in the time that a call takes
+    race: Race | None = None
 
     def look_for_native(self) -> None:
         variant, self.in_python = self.call.variant, ""
         try:
             self.native = native_replay(LIBRARY.module, variant.replay, self.call.check, variant.guards.holds)
             self.waits = self.native is None
-            if self.native is not None and self.native.compiled.run.device is None and not _draws(variant):
-                self.race = self.race or Race()
         except NeedsPython as why:
             self.in_python, self.waits = str(why), False
 
 
 class InlineCache:
     """Remembers some calls, the last one first. `audits`: whether replays are audited; `counts` has those of the
-    callable's calls; `note` takes what its report is to say."""
+    callable's calls; `note` takes what its report is to say; `ordinary` knows whether its Python runs in eager."""
 
-    def __init__(self, recorder: Recorder, audits: bool, counts: dict[str, int], note: Callable[[str], None]) -> None:
-        self._note = note
+    def __init__(
+        self,
+        recorder: Recorder,
+        audits: bool,
+        counts: dict[str, int],
+        note: Callable[[str], None],
+        ordinary: OrdinaryCalls,
+    ) -> None:
+        self._note, self._ordinary = note, ordinary
         self._recorder, self._audits, self._counts = recorder, audits, counts
         self._entries: list[_Entry] = []
         self._served: dict[Variant, int] = {}  # calls by replays in Python, of variants that have no entry
@@ -92,6 +99,9 @@ class InlineCache:
     def in_python(self) -> str:
         """Why the last call is not replayed in C++; empty where it is."""
         return next((entry.in_python for entry in self._entries), "")
+
+    def _runs_in_eager(self, leaves: Sequence[Any]) -> bool:
+        return self._ordinary.holds(leaves) and not self._ordinary.are_on_lazy(leaves, {})
 
     def known(self, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Any) -> RememberedCall | None:
         """What is known of the call; None where it is, or may be, a different one."""
@@ -117,7 +127,7 @@ class InlineCache:
             native, alike = entry.native, entry.call
             variant = alike.variant
             if (
-                native is None
+                (native is None and entry.race is None)
                 or settings is not alike.settings
                 or not alike.signature.may_serve(variant)
                 or variant.is_given_up
@@ -140,7 +150,7 @@ class InlineCache:
                     return IN_PYTHON
                 if race.is_over:
                     entry.race = None
-            leaves = None if given is None else native.call.run(given)
+            leaves = None if given is None or native is None else native.call.run(given)
             if leaves is None:
                 continue
             if self._audits:
@@ -190,7 +200,7 @@ class InlineCache:
         if alike is None or len(self._entries) >= _MOST_ENTRIES:
             self._patience = min(2 * self._patience, _LONGEST_PATIENCE)
         if alike is not None:
-            entry = _Entry(alike)
+            entry = _Entry(alike, race=Race() if _may_race(variant) and self._runs_in_eager(given) else None)
             entry.look_for_native()
             self._entries = [entry, *entries[: _MOST_ENTRIES - 1]]
 
@@ -209,8 +219,13 @@ def _alike(given: list[Any], key: Any, signature: CallSignature, variant: Varian
     return RememberedCall(check, settings, structure, key, signature, variant)
 
 
-def _draws(variant: Variant) -> bool:
-    return any(isinstance(step, Seed) or generators_of(step) for step in variant.replay.template.steps)
+def _may_race(variant: Variant) -> bool:
+    """Not what draws (see `Race`), nor on a GPU, whose work is not in a call's time."""
+    steps = variant.replay.template.steps
+    traces = [step.trace for step in steps if isinstance(step, Segment)]
+    traces += [step.joint.forward for step in steps if isinstance(step, JointRun)]
+    draws = any(isinstance(step, KeepState | Rewind) or generators_of(step) for step in steps)
+    return not draws and all(compute_device(trace) == "cpu" for trace in traces)
 
 
 def _free_among(variant: Variant) -> Collection[int]:

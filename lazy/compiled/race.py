@@ -14,8 +14,10 @@ from time import perf_counter
 
 BEGINS = 64  # calls before the first turn
 _TURN = 4  # calls
-_TURNS = 12
-_LOSES = 1.03  # times as slow, by medians and by the least
+_TURNS = 24
+_FIRST_LOOK = 4  # turns, after which replays may have won
+_WINS = 0.95
+_LOSES = 1.02  # times as slow, by medians and by the least
 
 
 class Race:
@@ -41,15 +43,14 @@ class Race:
             self._seconds[before % 2].append(now - self._begun)
         self._begun = now
         turn = (self._calls - 1) // _TURN
-        if turn == _TURNS:
-            self._decide()
-            return self.lost
-        return turn % 2 == 1
+        if turn in (_FIRST_LOOK, _TURNS) and (self._calls - 1) % _TURN == 0:
+            self._decide(is_last=turn == _TURNS)
+        return self.lost if self.is_over else turn % 2 == 1
 
-    def _decide(self) -> None:
+    def _decide(self, is_last: bool) -> None:
         replayed, in_python = self._seconds
-        self.is_over = True
-        self.lost = all(of(replayed) > _LOSES * of(in_python) for of in (statistics.median, min))
+        self.is_over = is_last or statistics.median(replayed) < _WINS * statistics.median(in_python)
+        self.lost = is_last and all(of(replayed) > _LOSES * of(in_python) for of in (statistics.median, min))
 
     def __str__(self) -> str:
         replayed, in_python = (statistics.median(seconds) * 1e6 for seconds in self._seconds)

@@ -189,7 +189,7 @@ def test_a_stage_reads_what_was_there_before_a_deferred_write(is_lazy: bool) -> 
             y = (y @ other).sin() + x
         return y @ old
 
-    for turn in range(12):
+    for _ in range(12):
         x, before = torch.randn(8, 8), weight.clone()
         with torchlazy.lazy_mode() if is_lazy else contextlib.nullcontext():
             found = step(x)

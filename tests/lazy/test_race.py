@@ -55,8 +55,10 @@ def test_the_faster_one_runs(monkeypatch: pytest.MonkeyPatch, replay: float, pyt
     def step() -> None:
         torch.testing.assert_close(called(x), F.gelu(x @ weight) * 2)
 
-    clock.loop(called, step, 100)
+    replayed = clock.loop(called, step, 150)
     assert clock.loop(called, step, 20) == 20 * wins
+    if replay < python:  # few calls are spent on what is clear
+        assert replayed > 130
     assert ("faster than its replays" in str(called.report())) == (not wins)
     other = torch.randn(5, 4)  # another kind of call has a race of its own
     torch.testing.assert_close(called(other), F.gelu(other @ weight) * 2)
@@ -81,10 +83,10 @@ def test_a_training_loop_is_eagers_whoever_wins(monkeypatch: pytest.MonkeyPatch,
             losses.append(loss.item())
 
         if compiled:
-            clock.loop(called, step, 100)
+            clock.loop(called, step, 150)
             assert clock.loop(called, step, 10) == (10 if takes[0] < takes[1] else 0)
         else:
-            for _ in range(110):
+            for _ in range(160):
                 step()
         return [*losses, *(p.detach() for p in model.parameters()), *model.buffers()]
 
@@ -95,5 +97,5 @@ def test_what_draws_is_not_raced(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, 2.0, 1.0)
     called = torchlazy.compile(lambda x: F.dropout(x, 0.5), audit=False)
     x = torch.ones(64)
-    clock.loop(called, lambda: called(x), 100)
+    clock.loop(called, lambda: called(x), 150)
     assert clock.loop(called, lambda: called(x), 20) == 20

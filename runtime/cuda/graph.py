@@ -113,7 +113,9 @@ class GraphedProgram:
 
     def launch(self, stage: int, inputs: Mapping[int, torch.Tensor], scalars: Mapping[int, float]) -> bool:
         """Run one stage, whose inputs and scalars these are by position; its values stay in the graphs' memory. False,
-        and nothing is run, if an input that stays has moved. Stages are launched in order."""
+        and nothing is run, if an input that stays has moved, or what earlier stages left is gone. They go in order."""
+        if stage and not self.holds_launched():
+            return False
         if any(self._stays[i] and tensor.data_ptr() != self._addresses[i] for i, tensor in inputs.items()):
             return False
         self._replay(self._parts[stage], inputs, scalars)

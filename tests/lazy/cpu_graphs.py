@@ -17,6 +17,7 @@ from torchlazy.lazy.compiled.replay import handle as replay_handle
 from torchlazy.runtime.cuda import graph as cuda_graph
 from torchlazy.runtime.cuda import graphed_pair
 from torchlazy.runtime.program.program import ExternCall
+from torchlazy.runtime.program.stages import Border
 
 
 class GraphDevice:
@@ -53,6 +54,21 @@ class GraphDevice:
     def captured(self, function: Callable[[], Any], room: int = 0) -> tuple[Any, Any]:
         return self.pool.captured(function, room)
 
+    def captured_in_stages(self, function: Callable[[], Any], border: Border, room: int = 0) -> tuple[Any, Any]:
+        graphs: list[Any] = []
+
+        def go_on() -> None:
+            graphs.append(self.tape)
+            self.tape = []
+
+        border.then = go_on
+        try:
+            last, result = self.capture(function, room)
+        finally:
+            border.then = None
+        self.pool.holds([*graphs, last], self.made)
+        return [*graphs, last], result
+
     def capture(self, function: Callable[[], Any], room: int) -> tuple[Any, Any]:
         self.rooms.append(room)
         self.tape, self.made = [], []
@@ -81,11 +97,15 @@ class Pool:
         self.device = of.device
         self.replays = 0
         self._of = of
-        self._made: list[tuple[Any, list[torch.Tensor]]] = []
+        self._made: list[tuple[list[Any], list[torch.Tensor]]] = []  # by graphs that work together
+
+    def holds(self, graphs: list[Any], made: list[torch.Tensor]) -> None:
+        """What these graphs leave for one another."""
+        self._made.append((graphs, made))
 
     def captured(self, function: Callable[[], Any], room: int = 0) -> tuple[Any, Any]:
         found = self._of.capture(function, room)
-        self._made.append((found[0], self._of.made))
+        self.holds([found[0]], self._of.made)
         return found
 
     def run_beside(self, function: Callable[[], object]) -> None:
@@ -95,8 +115,8 @@ class Pool:
         self.replays += 1
         for kernel in graph:
             kernel()
-        for other, left in self._made:
-            if other is not graph:
+        for others, left in self._made:
+            if all(other is not graph for other in others):
                 for value in left:
                     value.fill_(77)
 

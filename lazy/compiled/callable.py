@@ -150,9 +150,9 @@ class CompiledCallable:
                 with outside_lazy_mode(recorder):
                     known = self._ambience.known()
                     replayed = self._alike.replayed(args, kwargs, known)
-                    if replayed is not None:
+                    if replayed is not None and replayed is not IN_PYTHON:
                         return replayed[0]
-                    found = self._served(args, kwargs, known)
+                    found = self._served(args, kwargs, known) if replayed is None else _IN_EAGER
             if found is _NOT_SERVED:
                 found = self._run_python(args, kwargs)
                 if self._growth.name:  # flushed here, where programs are made for all sizes

@@ -93,6 +93,23 @@ def test_a_training_loop_is_eagers_whoever_wins(monkeypatch: pytest.MonkeyPatch,
     torch.testing.assert_close(train(True), train(False), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("takes", [(1.0, 2.0), (2.0, 1.0)])
+def test_calls_in_a_block_are_eagers_whoever_wins(monkeypatch: pytest.MonkeyPatch, takes: tuple[float, float]) -> None:
+    clock = Clock(monkeypatch, *takes)
+    weight = torch.randn(4, 4)
+    called = torchlazy.compile(lambda x: (F.gelu(x @ weight), {"sum": x.sum()}), audit=False)
+
+    def step() -> None:
+        x = torch.randn(3, 4)
+        with torchlazy.lazy_mode():
+            y, others = called(x)
+            y = y * 2
+        torch.testing.assert_close(y, F.gelu(x @ weight) * 2)
+        torch.testing.assert_close(others, {"sum": x.sum()})
+
+    clock.loop(called, step, 150)
+
+
 def test_what_draws_is_not_raced(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, 2.0, 1.0)
     called = torchlazy.compile(lambda x: F.dropout(x, 0.5), audit=False)

@@ -120,3 +120,43 @@ def test_a_leaf_that_the_call_made_is_one_beside_results_with_a_graph(device: st
         assert not detached.any()  # one memory
     report = call.report()
     assert not report.alarm and report.replays >= 3, report
+
+
+class _State:
+    first: Any = None
+    second: Any = None
+
+
+def _detached_twice(x: torch.Tensor, w: torch.Tensor, state: _State) -> Any:
+    v = x * w
+    state.first, state.second = v.detach(), v.detach()
+    return v.sum(), [state.first, state.second]
+
+
+def _returned_twice(x: torch.Tensor, w: torch.Tensor, state: _State) -> Any:
+    v = x * w
+    return v.sum(), [v.detach(), v.detach(), v, v.view_as(v)]
+
+
+def _one_object(x: torch.Tensor, w: torch.Tensor, state: _State) -> Any:
+    d = (x * w).detach()
+    state.first = state.second = d
+    return w.sum(), [d, state.first, state.second]
+
+
+@pytest.mark.parametrize("step", [_detached_twice, _returned_twice, _one_object])
+def test_each_result_is_an_object_of_its_own(step: Any) -> None:
+    seen = []
+    for called in (step, torchlazy.compile(step, audit=False)):
+        torch.manual_seed(0)
+        w, state = torch.randn(3, requires_grad=True), _State()
+        for _ in range(9):
+            loss, parts = called(torch.randn(3), w, state)
+            loss.backward()
+            torchlazy.wait_for_compile()
+        tensors = [*parts, state.first, state.second]
+        seen.append([[a is b for b in tensors] for a in tensors])
+        seen[-1] += [[a.data_ptr() == parts[0].data_ptr(), a.requires_grad] for a in parts]
+        seen[-1].append([w.grad.tolist()])
+    assert seen[0] == seen[1]
+    assert called.report().replays >= 3

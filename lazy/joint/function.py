@@ -236,17 +236,7 @@ def run_joint(
         if update.detached:
             window = aliases[update.input] = window.detach()
         window.copy_(results[update.result])
-    return _each_its_own([_output(call, output, results, aliases) for output in joint.outputs])
-
-
-def _each_its_own(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Outputs are objects of their own, also where they show one result as it is."""
-    seen: set[int] = set()
-    for position, output in enumerate(outputs):
-        if id(output) in seen:
-            outputs[position] = output.view_as(output) if output.requires_grad else output.detach()
-        seen.add(id(output))
-    return outputs
+    return [_output(call, output, results, aliases) for output in joint.outputs]
 
 
 @dataclass(frozen=True, eq=False)

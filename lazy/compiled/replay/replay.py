@@ -34,7 +34,7 @@ from torchlazy.lazy.compiled.replay.hosts import (
     written,
 )
 from torchlazy.lazy.compiled.replay.pairs import PairRun, cut_pairs, last_reads
-from torchlazy.lazy.compiled.replay.results import Ending
+from torchlazy.lazy.compiled.replay.results import Ending, each_its_own
 from torchlazy.lazy.compiled.replay.shared_steps import Steps
 from torchlazy.lazy.compiled.replay.split import split_by_forward, split_micro_batches
 from torchlazy.lazy.compiled.replay.state import ReplayState, copied, memory_copied, view_over
@@ -292,7 +292,7 @@ class Replay:
                         state.commit()
             if self._ends_with_joint:
                 self._raise_versions(state)
-                state.outputs = self._joint(steps[-1], state)  # type: ignore[arg-type]
+                state.outputs = each_its_own(self._joint(steps[-1], state))  # type: ignore[arg-type]
         except BaseException:
             with below_autograd():
                 state.commit()

@@ -29,7 +29,7 @@ from torchlazy.lazy.compiled.front_door import CompileSettings
 from torchlazy.lazy.compiled.gradient_orders import GradientOrders
 from torchlazy.lazy.compiled.guards.discover import KEPT_ON_OWNER, TooMuch
 from torchlazy.lazy.compiled.guards.reached import NotYet, is_replaceable
-from torchlazy.lazy.compiled.inline_cache import IN_PYTHON, CallFacts, InlineCache
+from torchlazy.lazy.compiled.inline_cache import IN_EAGER, CallFacts, InlineCache
 from torchlazy.lazy.compiled.key import RememberedContext, why_intercepted
 from torchlazy.lazy.compiled.module import (
     KEPT_BY_CLASSES,
@@ -77,7 +77,6 @@ from torchlazy.lazy.torch_private.patches import exclude_from_dynamo
 _TENSOR = torch.Tensor
 _MAX_EVICTIONS = 8  # of variants whose parameters were replaced; after that the parameters may alternate
 _NOT_SERVED = object()
-_IN_EAGER = object()  # not served, and recording it gains nothing
 _ANEW = object()  # state that the call reaches changed before its capture: the call starts over
 
 
@@ -142,7 +141,7 @@ class CompiledCallable:
             return self._run_python(args, kwargs)
         replayed = self._alike.replayed(args, kwargs, settings)
         if replayed is not None:
-            return replayed[0] if replayed is not IN_PYTHON else self._run_in_eager(args, kwargs)
+            return replayed[0] if replayed[0] is not IN_EAGER else self._run_in_eager(args, kwargs)
         with with_dynamic(self._dynamic_programs), COLLECTIVE_LOG:
             if not recorder.mode_depth and not BLOCKS.may_record:
                 found = self._served(args, kwargs, settings)
@@ -150,14 +149,12 @@ class CompiledCallable:
                 with outside_lazy_mode(recorder):
                     known = self._ambience.known()
                     replayed = self._alike.replayed(args, kwargs, known)
-                    if replayed is not None and replayed is not IN_PYTHON:
-                        return replayed[0]
-                    found = self._served(args, kwargs, known) if replayed is None else _IN_EAGER
+                    found = self._served(args, kwargs, known) if replayed is None else replayed[0]
             if found is _NOT_SERVED:
                 found = self._run_python(args, kwargs)
                 if self._growth.name:  # flushed here, where programs are made for all sizes
                     recorder.cut("flush")
-        if found is _IN_EAGER:
+        if found is IN_EAGER:
             return self._run_in_eager(args, kwargs)
         return found if found is not _ANEW else self(*args, **kwargs)  # without the lock: a backward runs in threads
 
@@ -272,7 +269,7 @@ class CompiledCallable:
         if not (has_graph or BLOCKS.serves(self.driver)) or signature.comes_again():
             return None
         self._note("ran its Python at sizes that came once: a template for them takes longer than it saves")
-        return _IN_EAGER if has_graph else _NOT_SERVED
+        return IN_EAGER if has_graph else _NOT_SERVED
 
     def _is_intercepted(self) -> bool:
         if why := why_intercepted():

@@ -30,7 +30,7 @@ _LONGEST_PATIENCE = 4096
 _MOST_ENTRIES = 8  # a call that none of them fits costs a comparison with each, half a microsecond
 _MOST_COUNTED = 64
 _TURNS_OF_WAITING = 4
-IN_PYTHON: tuple[Any] = (object(),)  # what `replayed` answers for a call that is to run its Python
+IN_EAGER = object()  # for the value of a call that is to run its Python, unrecorded
 
 # The arguments flat, as the caller passed them and as programs receive them, their structure, the key, the signature.
 CallFacts: TypeAlias = tuple[list[Any], list[Any], Structure, Any, CallSignature]
@@ -119,8 +119,8 @@ class InlineCache:
         return None
 
     def replayed(self, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Any) -> tuple[Any] | None:
-        """The value of a call that was replayed without Python; None where nothing was done, IN_PYTHON where its Python
-        is to run: it is faster, or has its turn in a race."""
+        """The value of a call that was replayed without Python; None where nothing was done. IN_EAGER as the value:
+        its Python is to run, for it is faster, or has its turn in a race."""
         recorder, entries = self._recorder, self._entries
         driver: Any = recorder.driver
         for entry in entries:
@@ -147,7 +147,7 @@ class InlineCache:
                 if race.is_pythons_turn():
                     if race.is_over and not is_over:
                         self._note(f"runs its Python, which is faster than its replays: {race}")
-                    return IN_PYTHON
+                    return (IN_EAGER,)
                 if race.is_over:
                     entry.race = None
             leaves = None if given is None or native is None else native.call.run(given)
@@ -232,4 +232,4 @@ def _free_among(variant: Variant) -> Collection[int]:
     return {read.leaf for read in variant.replay.template.read_free if hasattr(read, "leaf")}
 
 
-__all__ = ["IN_PYTHON", "InlineCache", "RememberedCall"]
+__all__ = ["IN_EAGER", "InlineCache", "RememberedCall"]

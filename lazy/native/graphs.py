@@ -59,17 +59,16 @@ class RunsInPython:
             self._runs = _SETTLED
         if not self._graphs:
             return None
-        parts = [(part.inputs, part.scalars, part.draws) for part in self._graphs[0].parts]
-        return parts[:-1]
+        return [(reads.inputs, reads.scalars, reads.draws) for reads in self._graphs[0].reads[:-1]]
 
     def launch(self, stage: int, memory: list[torch.Tensor], scalars: list[Any]) -> bool:
         """Run one stage of the graph ahead of the cut, with its inputs and scalars; False where that cannot be."""
         if stage == 0:
             self._ahead = None
         for graph in [self._ahead] if self._ahead is not None else self._graphs:
-            part = graph.parts[stage]
-            given = dict(zip(part.inputs, memory, strict=True))
-            if graph.launch(stage, given, dict(zip(part.scalars, scalars, strict=True))):
+            reads = graph.reads[stage]
+            given = dict(zip(reads.inputs, memory, strict=True))
+            if graph.launch(stage, given, dict(zip(reads.scalars, scalars, strict=True))):
                 self._ahead = graph
                 metrics.launched_ahead += 1
                 return True

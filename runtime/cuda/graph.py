@@ -29,6 +29,7 @@ from torchlazy.runtime.cuda.graph_memory import GraphMemory, graph_memory
 from torchlazy.runtime.executor import Executable
 from torchlazy.runtime.program.memory_plan import peak_bytes
 from torchlazy.runtime.program.program import ExternCall
+from torchlazy.runtime.program.stages import Border
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -61,9 +62,9 @@ class GraphedProgram:
         self._donated = dict(program.donations)
         self._memory = memory or graph_memory(torch.device(f"cuda:{run.device}"))
         device = self._memory.device
-        self._parts = [
-            _Part(part, GraphNumbers([program.inputs[len(inputs) + n][1].dtype for n in part.scalars], device))
-            for part in parts_of(run, len(inputs), scalars)
+        self._stages = [
+            _StageGraph(reads, GraphNumbers([program.inputs[len(inputs) + n][1].dtype for n in reads.scalars], device))
+            for reads in reads_of_stages(run, len(inputs), scalars)
         ]
         self._addresses = [tensor.data_ptr() if stay else 0 for tensor, stay in zip(inputs, stays, strict=True)]
         self._stays = tuple(stays)
@@ -74,9 +75,9 @@ class GraphedProgram:
         self._run = run
 
     @property
-    def parts(self) -> list[PartReads]:
+    def reads(self) -> list[StageReads]:
         """What each stage is the first to read."""
-        return [part.reads for part in self._parts]
+        return [stage.reads for stage in self._stages]
 
     @property
     def bytes(self) -> int:
@@ -92,24 +93,18 @@ class GraphedProgram:
         room = peak_bytes(run.program.steps)
         run.prepare_capture()
         try:
-            graphs, self._outputs = self._captured(room)
+            graphs, self._outputs = self._memory.captured_in_stages(self._launch, run.border or Border(), room)
         except RuntimeError:
-            for part in self._parts:
-                self._load(part, inputs, scalars)
+            for stage in self._stages:
+                self._load(stage, inputs, scalars)
             written = [self._inputs[given] for given in set(self._donated.values())]
             run_and_take_back(self._memory, self._launch, written)
             run.prepare_capture()
-            graphs, self._outputs = self._captured(room)
-        for part, graph in zip(self._parts, graphs, strict=True):
-            part.graph = graph
+            graphs, self._outputs = self._memory.captured_in_stages(self._launch, run.border or Border(), room)
+        for stage, graph in zip(self._stages, graphs, strict=True):
+            stage.graph = graph
         run.fill_tables()
         return self.run(inputs, scalars)
-
-    def _captured(self, room: int) -> tuple[list[Any], list[torch.Tensor]]:
-        if self._run.border is not None:
-            return self._memory.captured_in_stages(self._launch, self._run.border, room)
-        graph, outputs = self._memory.captured(self._launch, room)
-        return [graph], outputs
 
     def launch(self, stage: int, inputs: Mapping[int, torch.Tensor], scalars: Mapping[int, float]) -> bool:
         """Run one stage, whose inputs and scalars these are by position; its values stay in the graphs' memory. False,
@@ -118,7 +113,7 @@ class GraphedProgram:
             return False
         if any(self._stays[i] and tensor.data_ptr() != self._addresses[i] for i, tensor in inputs.items()):
             return False
-        self._replay(self._parts[stage], inputs, scalars)
+        self._replay(self._stages[stage], inputs, scalars)
         self._launched_at = self._memory.replays
         return True
 
@@ -131,8 +126,8 @@ class GraphedProgram:
         for them before. ValueError if one moved."""
         if self.moved(inputs):
             raise ValueError("GraphedProgram.run: an input that stays has moved; capture the program again")
-        for part in self._parts[launched:]:
-            self._replay(part, inputs, scalars)
+        for stage in self._stages[launched:]:
+            self._replay(stage, inputs, scalars)
         outputs: list[torch.Tensor] = []
         for position, output in enumerate(self._outputs):
             given = self._donated.get(position)
@@ -147,23 +142,23 @@ class GraphedProgram:
         return [i for i, (stay, tensor, address) in enumerate(each) if stay and tensor.data_ptr() != address]
 
     def _launch(self) -> list[torch.Tensor]:
-        pairs = [zip(part.reads.scalars, part.numbers.tensors, strict=True) for part in self._parts]
+        pairs = [zip(stage.reads.scalars, stage.numbers.tensors, strict=True) for stage in self._stages]
         numbers = [tensor for _, tensor in sorted(chain(*pairs), key=itemgetter(0))]
         return self._run.run([*self._inputs, *numbers], ())
 
-    def _replay(self, part: _Part, inputs: ByPosition[torch.Tensor], scalars: ByPosition[float]) -> None:
-        self._load(part, inputs, scalars)
-        self._memory.replay(part.graph)
+    def _replay(self, stage: _StageGraph, inputs: ByPosition[torch.Tensor], scalars: ByPosition[float]) -> None:
+        self._load(stage, inputs, scalars)
+        self._memory.replay(stage.graph)
 
-    def _load(self, part: _Part, inputs: ByPosition[torch.Tensor], scalars: ByPosition[float]) -> None:
-        for position in part.reads.inputs:
+    def _load(self, stage: _StageGraph, inputs: ByPosition[torch.Tensor], scalars: ByPosition[float]) -> None:
+        for position in stage.reads.inputs:
             if not self._stays[position]:
                 self._inputs[position].copy_(inputs[position])
-        part.numbers.load([scalars[n] for n in part.reads.scalars])
+        stage.numbers.load([scalars[n] for n in stage.reads.scalars])
 
 
 @dataclass(frozen=True)
-class PartReads:
+class StageReads:
     """What a stage is the first to read: positions among the tensors and among the scalars of the program; and how many
     operators have taken random numbers when it is done."""
 
@@ -172,9 +167,9 @@ class PartReads:
     draws: int
 
 
-def parts_of(run: Executable, tensors: int, scalars: int) -> list[PartReads]:
+def reads_of_stages(run: Executable, tensors: int, scalars: int) -> list[StageReads]:
     """What each stage reads first, of a program of so many tensors and scalars; the last has what nobody reads."""
-    found: list[PartReads] = []
+    found: list[StageReads] = []
     left = dict.fromkeys(range(tensors + scalars))
     for stage in run.stages[:-1]:
         for position in stage.inputs:
@@ -183,16 +178,16 @@ def parts_of(run: Executable, tensors: int, scalars: int) -> list[PartReads]:
     return [*found, _reads(left, tensors, -1)]
 
 
-def _reads(positions: Iterable[int], tensors: int, draws: int) -> PartReads:
+def _reads(positions: Iterable[int], tensors: int, draws: int) -> StageReads:
     inputs = tuple(n for n in positions if n < tensors)
-    return PartReads(inputs, tuple(n - tensors for n in positions if n >= tensors), draws)
+    return StageReads(inputs, tuple(n - tensors for n in positions if n >= tensors), draws)
 
 
 @dataclass
-class _Part:
+class _StageGraph:
     """A stage as a graph."""
 
-    reads: PartReads
+    reads: StageReads
     numbers: GraphNumbers
     graph: Any = None
 

@@ -85,8 +85,11 @@ def settings(tier0: bool, races: bool = False) -> Iterator[None]:
     torchlazy.config.rng = torchlazy.config.precision = "eager"
     torchlazy.config.store = "off"
     look_up = driver.tiers.look_up
-    raced = {name: getattr(race, name) for name in ("BEGINS", "_TURN", "_TURNS", "_FIRST_LOOK")}
-    race.BEGINS, race._TURN, race._TURNS, race._FIRST_LOOK = (0, 1, *[1 << 60] * 2) if races else (1 << 60, 4, 24, 4)
+    never = 1 << 60
+    turns = {"BEGINS": 0, "_TURN": 1, "_TURNS": never, "_FIRST_LOOK": never} if races else {"BEGINS": never}
+    raced = {name: getattr(race, name) for name in turns}
+    for name, value in turns.items():
+        setattr(race, name, value)
     if tier0:
         first = (KnownTrace(seen=1), "tier 0: first sight")
         driver.tiers.look_up = lambda trace, device, frame: first  # type: ignore[method-assign]

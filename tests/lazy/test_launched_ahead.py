@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchlazy.lazy.native import programs
 from torchlazy.lazy.native.graphs import RunsInPython
-from torchlazy.runtime.cuda.graph import PartReads, parts_of, room_like
+from torchlazy.runtime.cuda.graph import StageReads, reads_of_stages, room_like
 from torchlazy.runtime.native.recorder_library import LIBRARY
 from torchlazy.runtime.program import stages
 from torchlazy.runtime.program.stages import first_write
@@ -40,19 +40,19 @@ class Staged(RunsInPython):
         found, reason = self._driver.program_for_replay(self._trace, self._frame, "stages")
         assert found is not None, reason
         self.run = found.run.in_stages()
-        self.parts: list[PartReads] = parts_of(self.run, len(self._trace.inputs), len(self._trace.scalar_kinds))
+        self.reads: list[StageReads] = reads_of_stages(self.run, len(self._trace.inputs), len(self._trace.scalar_kinds))
         self.seen: list[tuple[Tensor, Tensor]] = []  # inputs of launched stages, and their values then
         self.numbers: dict[int, float] = {}
         self.launched = self.finished = self.whole = 0
         self.made.append(self)
 
     def stages(self) -> list[Any]:
-        return [(part.inputs, part.scalars, part.draws) for part in self.parts[:-1]]
+        return [(part.inputs, part.scalars, part.draws) for part in self.reads[:-1]]
 
     def launch(self, stage: int, memory: list[Tensor], scalars: list[Any]) -> bool:
         if not stage:
             self.seen, self.numbers = [], {}
-        part = self.parts[stage]
+        part = self.reads[stage]
         assert len(memory) == len(part.inputs)
         self.seen += [(tensor, tensor.clone()) for tensor in memory]
         self.numbers |= dict(zip(part.scalars, scalars, strict=True))
@@ -79,7 +79,7 @@ class Staged(RunsInPython):
     def _run_staged(self, memory: list[Tensor], scalars: list[Any]) -> list[Tensor]:
         values = [*memory, *(torch.tensor(value, dtype=meta.dtype) for value, (_, meta) in self._numbers(scalars))]
         rooms = [room_like(value).fill_(float("nan") if value.is_floating_point() else 0) for value in values]
-        part = iter(self.parts)
+        part = iter(self.reads)
         written = set(dict(self.run.program.donations).values())
 
         def load() -> None:

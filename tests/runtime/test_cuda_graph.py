@@ -143,7 +143,7 @@ def test_a_stage_runs_before_the_other_inputs_are_known() -> None:
     other, _, k = _graph_on(device)
     other.capture([k, torch.ones(4)], [0.5])
     graph.capture([m, x], [0.5, 3.0])
-    assert [(part.inputs, part.scalars) for part in graph.parts] == [((1,), (1,)), ((0,), (0,))]
+    assert [(reads.inputs, reads.scalars) for reads in graph.reads] == [((1,), (1,)), ((0,), (0,))]
     for turn in range(4):
         x, want = torch.full((4,), turn + 1.0), m * 0.5 + (turn + 1.0) * 2
         assert graph.launch(0, {1: x}, {1: 2.0})

@@ -257,7 +257,8 @@ class Recorder {
   size_t launched_ = 0;          // stages of the followed path's program that run already
   bool may_launch_ = true;       // more of them, in this trace
   std::optional<Place> drawn_;   // where the generator is after them
-  int64_t waited_ns_ = 0, waits_since_ns_ = 0;  // in operators that run at once and between traces: for the device, maybe
+  std::atomic<int64_t> waited_ns_{0};  // in operators that run at once and between traces: for the device, maybe
+  int64_t waits_since_ns_ = 0;
   int64_t ended_ns_ = 0;         // the last trace
   int waits_ = 0;                // long traces in a row of whose time much was waiting
   std::unordered_map<uint64_t, uint64_t> draws_at_;  // by operator and sizes
@@ -282,6 +283,8 @@ class Recorder {
   void find_stages(Path& path);
   void launch_ahead();
   void leave_stages();
+  Draws draws_left() const { return {draws_.generator, drawn_.value_or(draws_.begin), draws_.end}; }
+  at::Tensor memory_of(const Input& in);
   void run_at_once(Operator& op, DispatchKeySet keys, Stack* stack, const char* reason);
   void run_view(Operator& op, DispatchKeySet keys, Stack* stack);
   void run_free(Operator& op, DispatchKeySet keys, Stack* stack);
@@ -371,9 +374,7 @@ void Recorder::run_now(Operator& op, DispatchKeySet keys, Stack* stack) {
 void Recorder::run_timed(Operator& op, DispatchKeySet keys, Stack* stack) {
   const int64_t begun = now_ns();
   run_now(op, keys, stack);
-  const int64_t taken = now_ns() - begun;
-  auto hold = acquire();
-  waited_ns_ += taken;
+  waited_ns_ += now_ns() - begun;
 }
 
 // Factories, and what reads no values.
@@ -967,6 +968,8 @@ at::Tensor tensor_on(c10::intrusive_ptr<StorageImpl> storage, c10::ScalarType dt
   return t;
 }
 
+at::Tensor Recorder::memory_of(const Input& in) { return tensor_on(memories_[in.number].held, in.dtype, in.sizes, in.strides, in.offset); }
+
 at::Tensor bytes_of(c10::intrusive_ptr<StorageImpl> storage, int64_t from, int64_t bytes) {
   return tensor_on(std::move(storage), c10::kByte, {bytes}, {1}, from);
 }
@@ -1293,16 +1296,12 @@ bool Recorder::run_program(Path& path) {
       if (auto storage = m.weak.lock()) allow_access(storage.get());
   auto done = c10::make_scope_exit([&] { all_are_there(); });
   OnMemory guard;
-  Draws draws = draws_;
-  if (drawn_) draws.begin = *drawn_;
+  const Draws draws = draws_left();
   std::optional<AtDraws> at_draws(std::in_place, draws);
   ++counts.programs;
   std::vector<at::Tensor> memory;
   memory.reserve(path.inputs.size());
-  for (const Input& given : path.inputs) {
-    const Input in = given.at(bound_);
-    memory.push_back(tensor_on(memories_[in.number].held, in.dtype, in.sizes, in.strides, in.offset));
-  }
+  for (const Input& given : path.inputs) memory.push_back(memory_of(given.at(bound_)));
   std::vector<double> scalars;
   for (uint32_t place : path.scalars) scalars.push_back(log_.floats[place]);
   std::vector<at::Tensor> values;
@@ -1376,8 +1375,7 @@ void Recorder::launch_ahead() {
   Path& path = *path_;
   const OnStream on_its_stream(stream_);
   OnMemory guard;
-  Draws draws = draws_;
-  if (drawn_) draws.begin = *drawn_;
+  const Draws draws = draws_left();
   const AtDraws at_draws(draws);
   const InPython in_python;
   if (!launched_) ++path.launches;
@@ -1394,7 +1392,7 @@ void Recorder::launch_ahead() {
         written.push_back(memories_[in.number].held);
         allow_access(written.back().get());
       }
-      memory.push_back(tensor_on(memories_[in.number].held, in.dtype, in.sizes, in.strides, in.offset));
+      memory.push_back(memory_of(in));
     }
     std::vector<double> scalars;
     for (uint32_t i : stage.scalars) scalars.push_back(log_.floats[path.scalars[i]]);

@@ -155,13 +155,18 @@ def same(have: list[Any], want: list[Any]) -> None:
 def test_each_stage_has_what_it_reads(model: type[nn.Module]) -> None:
     same(trained(model, True), trained(model, False))
     assert sum(one.launched for one in Staged.made) > 3 * sum(one.finished for one in Staged.made) / 2 > 6
-    ends = [one.run.stages[-2].stop for one in Staged.made if one.finished]
-    assert ends == [first_write(one.run.program, one.run._places.steps) for one in Staged.made if one.finished]
+    for one in Staged.made:  # also a trace that writes nothing, where it is cut before the optimizer
+        if one.finished:
+            ends = [stage.stop for stage in one.run.stages]
+            assert first_write(one.run.program, one.run._places.steps) in ends[-2:]
 
 
 def test_what_writes_into_an_input_early_is_launched_at_the_cut() -> None:
     same(trained(Net, True), trained(Net, False))
-    assert sum(one.whole for one in Staged.made) > 6 and not any(one.launched for one in Staged.made)
+    assert sum(one.whole for one in Staged.made) > 6
+    for one in Staged.made:  # what is cut behind the statistics may be launched ahead
+        write = first_write(one.run.program, one.run._places.steps)
+        assert all(stage.stop <= write for stage in one.run.stages[:-1])
 
 
 @pytest.mark.parametrize("how", [{"extra": 3}, {"looks": 4}, {"extra": 4, "looks": 3}], ids=str)

@@ -29,9 +29,8 @@ from torchlazy.lazy.api import (  # noqa: E402
 )
 from torchlazy.lazy.compiled.front_door import compile  # noqa: E402
 from torchlazy.lazy.config import config  # noqa: E402
-from torchlazy.lazy.export.front_door import ExportError, export, load  # noqa: E402
+from torchlazy.lazy.export.front_door import ExportedFileError, ExportError, export, load  # noqa: E402
 from torchlazy.lazy.run.sync_policy import SyncBudgetWarning, SyncError, SyncInside, no_sync, sync_budget  # noqa: E402
-from torchlazy.runtime.errors import ExportedFileError  # noqa: E402
 
 __version__ = "0.1.0"
 

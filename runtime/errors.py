@@ -61,12 +61,3 @@ class OtherVersion(ProgramError):
     Cause: a cache folder, or a file that was handed on, outlived the version that wrote it.
     Fix: none is needed for the cache, whose keys name the version: the program is compiled anew.
     """
-
-
-class ExportedFileError(RuntimeLayerError):
-    """A file is no exported program that this version can read.
-
-    Cause: another kind of file, a download that broke off, a changed byte, a newer format, an operator that no file may
-    name without being asked for (`torchlazy.load(path, operators=[...])`).
-    Fix: save the program again with `exported.save(path)`; where the message names versions, with this torchlazy.
-    """

@@ -21,13 +21,15 @@ COLLECTED = (
 EVERYWHERE = {"torch._ops.OpOverload"}
 
 ALLOWED: dict[str, tuple[str, ...]] = {
-    # A tensor subclass, a mode and a device are made with these; torch documents them, under these names.
+    # A tensor subclass, a mode, a device and an exported assertion are made with these; torch documents them, under
+    # these names.
     "torch.Tensor._make_wrapper_subclass": ("lazy/record/tensor.py",),
     "torch._C._disabled_torch_function_impl": ("lazy/record/tensor.py",),
     "torch.utils._python_dispatch.TorchDispatchMode": (
         "lazy/compiled/capture/session.py", "lazy/export/record.py", "lazy/device/mode.py",
         "lazy/inspect/flops/trace.py",
     ),
+    "torch._check": ("lazy/export/module.py",),
     "torch._register_device_module": ("lazy/device/device.py",),
     "torch._subclasses.fake_tensor.FakeTensorMode": ("lazy/deferred.py", "prims/meta_infer.py"),
     # Code of ours that runs in the middle of another's: no mode and no subclass of theirs may see its operators.

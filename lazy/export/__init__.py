@@ -1,4 +1,4 @@
-"""`torchlazy.export`: a standalone program, recorded without being run, for a range of sizes.
+"""`torchlazy.export`: a program in torch's own form, recorded without being run, for a range of sizes.
 
-Enters: a module and examples. Leaves: an `ExportedProgram` of runtime/. Below it: compiled, plan.
+Enters: a module and examples. Leaves: a `torch.export.ExportedProgram`. Below it: compiled, plan.
 """

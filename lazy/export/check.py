@@ -16,26 +16,23 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
+from torchlazy.lazy.export.expressions import SizeExpr, evaluate
 from torchlazy.lazy.export.front_door import ExportError
+from torchlazy.lazy.export.graph import ExportedGraph, Node, Ref, SizeSpec, TensorSpec
 from torchlazy.lazy.export.sizes import Size, farthest, find_bounds, probes
+from torchlazy.lazy.export.tree import Tree
 from torchlazy.lazy.export.unify import NoExpression
-from torchlazy.runtime.exported.graph import ExportedGraph, Node, Ref, SizeSpec, TensorSpec
-from torchlazy.runtime.exported.sizes import SizeExpr, evaluate
-from torchlazy.runtime.exported.tree import Tree
 
 _COPIES = frozenset({"aten.clone.default", "aten.alias.default", "aten.detach.default", "aten.lift_fresh.default"})
 _RESHAPES = frozenset(
-    {"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "prims.reshape", "aten.squeeze.dim",
+    {"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten.squeeze.dim",
      "aten.unsqueeze.default", "aten.squeeze.dims"}
 )  # fmt: skip
 _MAYBE_NOTHING = frozenset(
     {
         "aten.expand.default",
-        "prims.expand",
-        "prims.convert",
         "aten._to_copy.default",
         "aten.slice.Tensor",
-        "prims.slice",
     }
 )
 

@@ -1,8 +1,8 @@
 """`torchlazy.export(fn, args)`: one whole graph of a function or module, with its state, sizes and guards.
 
 The program is recorded, not run (export/record.py), once for each of a few sizes where `dynamic` names some
-(export/sizes.py), and the recordings are unified into one graph (export/unify.py). The result is plain data that torch
-alone can run (runtime/exported/run.py).
+(export/sizes.py), and the recordings are unified into one graph (export/unify.py), which torch's exporter then traces
+(export/program.py).
 
 Invariant: a program that is no one whole graph for its sizes raises `ExportError`, with the user's line.
 """
@@ -19,24 +19,21 @@ from typing import Any
 
 import torch
 from torch import fx
-from torchlazy.lazy.config import config
 from torchlazy.lazy.export.check import is_equal, with_bounds
+from torchlazy.lazy.export.expressions import SizeExpr, evaluate
 from torchlazy.lazy.export.front_door import ExportError
+from torchlazy.lazy.export.graph import ExportedGraph, InputSpec, StateSpec, TensorSpec, refs_in
+from torchlazy.lazy.export.program import to_exported_program
 from torchlazy.lazy.export.record import InputOrigin, RecordedCall, WholeGraph, state_as_twins, value_of
 from torchlazy.lazy.export.sizes import Dynamic, points_for, read_dynamic
+from torchlazy.lazy.export.tree import NotPlain, Tree, flatten_plain
 from torchlazy.lazy.export.unify import Unified
 from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor
 from torchlazy.lazy.torch_private.dispatch import exporting_flags
 from torchlazy.lazy.trace.to_fx import trace_to_graph
-from torchlazy.prims.decompose import decompose
-from torchlazy.prims.passes import graph_passes
-from torchlazy.prims.verify import ATEN, PRIMS, verify
-from torchlazy.runtime.exported.graph import ExportedGraph, InputSpec, StateSpec, TensorSpec, refs_in
-from torchlazy.runtime.exported.run import Exported
-from torchlazy.runtime.exported.sizes import SizeExpr, evaluate
-from torchlazy.runtime.exported.tree import NotPlain, Tree, flatten_plain
+from torchlazy.prims.verify import ATEN, verify
 
 
 @dataclass(frozen=True)
@@ -69,11 +66,8 @@ def export(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dynamic: Any = None,
-    dialect: str = "aten",
-) -> Exported:
+) -> torch.export.ExportedProgram:
     """See `torchlazy.export`, which is this with the one recorder."""
-    if dialect not in ("aten", "prims"):
-        raise ValueError(f'torchlazy.export: dialect {dialect!r}; use "aten" or "prims"')
     if not callable(fn):
         raise TypeError(f"torchlazy.export: a {type(fn).__name__} cannot be called; pass a function, method or module")
     if not isinstance(args, (tuple, list)):
@@ -88,7 +82,7 @@ def export(
     def record(point: Mapping[str, int]) -> _Sample:
         key = tuple(sorted(point.items()))
         if key not in samples:
-            samples[key] = _record(recorder, call, wishes, point, dialect)
+            samples[key] = _record(recorder, call, wishes, point)
         return samples[key]
 
     def error_at(point: dict[str, int]) -> Exception | None:
@@ -99,13 +93,13 @@ def export(
         return None
 
     def assemble(points: Sequence[Mapping[str, int]]) -> tuple[ExportedGraph, dict[str, torch.Tensor]]:
-        return _assemble(call, wishes, [record(point) for point in points], points, dialect)
+        return _assemble(call, wishes, [record(point) for point in points], points)
 
     base = {name: size.example for name, size in wishes.sizes.items()}
     record(base)  # its own errors first
     if not wishes.sizes:
-        return Exported(*assemble([base]))
-    return Exported(*with_bounds(assemble, wishes.sizes, points_for(wishes.sizes, error_at)))
+        return to_exported_program(*assemble([base]))
+    return to_exported_program(*with_bounds(assemble, wishes.sizes, points_for(wishes.sizes, error_at)))
 
 
 # ---------------------------------------------------------------- the call
@@ -176,7 +170,7 @@ def _modules_of(fn: Callable[..., Any]) -> dict[str, torch.nn.Module]:
 # ---------------------------------------------------------------- one recording
 
 
-def _record(recorder: Recorder, call: _ExportCall, wishes: Dynamic, point: Mapping[str, int], dialect: str) -> _Sample:
+def _record(recorder: Recorder, call: _ExportCall, wishes: Dynamic, point: Mapping[str, int]) -> _Sample:
     tensors = [tensor for _, tensor in call.leaves]
     tensors += [t for module in call.modules.values() for t in (*module.parameters(), *module.buffers())]
     on_lazy = any(isinstance(t, LazyTensor) and t.device == LAZY for t in tensors)
@@ -211,13 +205,6 @@ def _record(recorder: Recorder, call: _ExportCall, wishes: Dynamic, point: Mappi
             recorded = whole.finish([tensor for _, tensor in found])
     graph = trace_to_graph(recorded.trace)
     verify(graph, ATEN)
-    if dialect == "prims":
-        graph = decompose(graph)
-        if wishes.sizes:  # what the other passes do depends on which sizes happen to be equal
-            graph = graph_passes.remove_dead_code(graph)
-        else:
-            graph = graph_passes.run_passes(graph, config.precision)  # type: ignore[arg-type]
-        verify(graph, PRIMS)
     return _Sample(recorded, results, graph)
 
 
@@ -259,17 +246,16 @@ def _invoke(call: _ExportCall, arguments: dict[str, Any]) -> Any:
 
 
 def _assemble(
-    call: _ExportCall, wishes: Dynamic, samples: Sequence[_Sample], points: Sequence[Mapping[str, int]], dialect: str
+    call: _ExportCall, wishes: Dynamic, samples: Sequence[_Sample], points: Sequence[Mapping[str, int]]
 ) -> tuple[ExportedGraph, dict[str, torch.Tensor]]:
     first = samples[0]
     taken: set[str] = set()
     argument_names = [_graph_name(place, taken) for place, _ in call.leaves]
     names, state_specs, state = _name_inputs(call, samples, argument_names, taken)
-    scalars, seeds = {}, []
-    for number in range(len(first.recorded.scalars)):
-        if any(number in s.recorded.seeds for s in samples):
-            names[f"scalar{number}"] = f"seed{number}"
-            seeds.append(f"seed{number}")
+    scalars = {}
+    for number, value in enumerate(first.recorded.scalars):
+        if number in first.recorded.seeds:  # equal ones are one draw that was repeated (a checkpoint's)
+            names[f"scalar{number}"] = f"seed{first.recorded.scalars.index(value)}"
         else:
             scalars[f"scalar{number}"] = [s.recorded.scalars[number] for s in samples]
     unified = Unified([s.graph for s in samples], points, names)
@@ -281,7 +267,7 @@ def _assemble(
     inputs = []
     for number, (place, tensor) in enumerate(call.leaves):
         shape = wishes.shape_of(place, tensor)
-        inputs.append(InputSpec(argument_names[number], place, _input_spec(tensor, shape)))
+        inputs.append(_input_spec(argument_names[number], tensor, shape))
     used = (
         {name for n in nodes for name in refs_in([n.args, [v for _, v in n.kwargs]])}
         | {n for n, _ in outputs}
@@ -292,18 +278,15 @@ def _assemble(
         (name, call.signature.parameters[name].kind.name) for name in call.bound if name not in call.module_arguments
     )
     graph = ExportedGraph(
-        dialect=dialect,
         parameters=parameters,
         arguments=Tree("dict", tuple(call.trees.values()), tuple(call.trees)),
         inputs=tuple(inputs),
         state=kept,
-        seeds=tuple(s for s in seeds if s in used),
         sizes=(),
         nodes=tuple(nodes),
         outputs=tuple(outputs),
         results=results,
         updates=tuple(zip(targets, (name for name, _ in news), strict=True)),
-        default_dtype=torch.get_default_dtype(),
         keywords=call.keywords,
     )
     return graph, {s.key: state[s.key] for s in kept}
@@ -349,6 +332,8 @@ def _name_inputs(
         key, kind = place.key, "buffer"
         if place.kind == "constant":
             key, kind = f"constant{len(specs)}", "constant"
+            while key in state:
+                key = f"_{key}"
             _check_same_constant([(p, s.recorded.trace.inputs[position][1]) for p, s in zip(row, samples)])
         elif isinstance(place.memory, torch.nn.Parameter):
             kind = "parameter"
@@ -380,10 +365,10 @@ def _check_same_constant(row: Sequence[tuple[InputOrigin, Any]]) -> None:
         )
 
 
-def _input_spec(tensor: torch.Tensor, shape: tuple[Any, ...]) -> TensorSpec:
+def _input_spec(name: str, tensor: torch.Tensor, shape: tuple[Any, ...]) -> InputSpec:
     """What an argument must be; its strides without gaps, in the order of the example's."""
     have = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda axis: (-have[axis], axis))
+    order = tuple(sorted(range(tensor.dim()), key=lambda axis: (-have[axis], axis)))
     strides: list[Any] = [0] * tensor.dim()
     step: Any = 1
     for axis in reversed(order):
@@ -393,7 +378,7 @@ def _input_spec(tensor: torch.Tensor, shape: tuple[Any, ...]) -> TensorSpec:
         device = tensor._geometry.compute if tensor.device == LAZY else str(tensor.device)
     else:
         device = DEVICE.target if DEVICE.is_marked(tensor) else str(tensor.device)
-    return TensorSpec(tuple(shape), tuple(strides), tensor.dtype, device)
+    return InputSpec(name, TensorSpec(tuple(shape), tuple(strides), tensor.dtype, device), order)
 
 
 def _times(step: Any, size: Any) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
 
-from torchlazy.runtime.exported.sizes import Number, SizeExpr, add, evaluate, floordiv, linear, mul, symbol
+from torchlazy.lazy.export.expressions import Number, SizeExpr, add, evaluate, floordiv, linear, mul, symbol
 
 _MAX_DIVISOR = 64
 _MAX_RATIO = 16  # denominators of ratios; ratios themselves are below 8

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.record.tensor import LazyTensor
 
-if TYPE_CHECKING:
-    from torchlazy.runtime.exported.run import Exported
-
 _export: Any = DeferredModule("torchlazy.lazy.export.export")
-_run: Any = DeferredModule("torchlazy.runtime.exported.run")
+_load: Any = DeferredModule("torchlazy.lazy.export.load")
 
 
 class ExportError(RuntimeError):
-    """A program that is no one whole graph.
+    """A program that is no one whole graph, or that torch's exported program has no form for.
 
     Cause: it reads a value on the host (`.item()`, `if tensor:`, a printed loss), has a shape that depends on data,
     writes to a tensor that is neither an argument nor module state, or takes another path at another size.
     Fix: the line that the message names; `torchlazy.compile` and the lazy device run such programs as they are.
+    """
+
+
+class ExportedFileError(RuntimeError):
+    """A file that `torch.export.load` cannot read.
+
+    Cause: another kind of file, one of an earlier torchlazy's own format, a download that broke off, a custom operator
+    whose library is not imported.
+    Fix: save the program again: `torch.export.save(torchlazy.export(model, args), path)`.
     """
 
 
@@ -32,35 +38,32 @@ def export(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dynamic: Any = None,
-    dialect: str = "aten",
-) -> Exported:
-    """One whole graph of `fn(*args, **kwargs)`, a function, method or module, with its state, sizes and guards.
+) -> torch.export.ExportedProgram:
+    """One whole graph of `fn(*args, **kwargs)`, a function, method or module, with its state, sizes and guards, as
+    torch's ExportedProgram.
 
     `dynamic` names dimensions that vary, by argument and axis: `{"x": {0: "batch", 1: "2*n"}}`, with names, linear
     forms of one name, or `torch.export.Dim`. The program is recorded at a few sizes and never run; how each number
-    moves with the sizes is found from these recordings, and checked against each of them. `dialect` is "aten" (torch's
-    functional operators) or "prims" (the closed set of primitives).
+    moves with the sizes is found from these recordings, and checked against each of them.
 
-    The result is called as `fn` is: it checks what it was exported for, computes without gradients, and updates its own
-    copy of the buffers (`.state`). `.save(path)` writes it to one file that `torchlazy.load` reads without pickle.
+    `program.module()` is called as `fn` is, on tensors of the dtypes and devices of the examples; it checks sizes and
+    constants. Its parameters are copies that need no gradient; those that `fn` writes to are buffers.
+    `torch.export.save(program, path)` writes a file that `torch.export.load` reads without this package, and
+    `torchlazy.load` with it.
 
     Raises ExportError where the program is no whole graph, with the user's line: it reads a value on the host, has a
-    shape that depends on data, keeps a result in an attribute, or takes another path at another size.
+    shape that depends on data, keeps a result in an attribute, or takes another path at another size; or where torch's
+    exporter refuses it, in its words.
     """
-    exported: Exported = _export.export(LazyTensor.recorder, fn, args, kwargs, dynamic=dynamic, dialect=dialect)
-    return exported
+    found: torch.export.ExportedProgram = _export.export(LazyTensor.recorder, fn, args, kwargs, dynamic=dynamic)
+    return found
 
 
-def load(
-    path: str | os.PathLike[str],
-    *,
-    device: str | torch.device | None = None,
-    operators: Collection[str] = (),
-) -> Exported:
-    """The program that `exported.save(path)` wrote, with its state, on the device of its export or on `device`.
+def load(path: str | os.PathLike[str], device: str | torch.device | None = None) -> Any:
+    """The program in a file of `torch.export.save`, whoever exported it, as a module that is compiled by torchlazy
+    (`torchlazy.compile(program.module())`), on the device of its export or on `device`.
 
-    Runs by torch's operators alone: those that compute on tensors, and `operators` ("mylib.scaled.default").
-    ExportedFileError where the file is cut off, changed, or something else, or names another operator.
+    The file is read by `torch.export.load`, which may unpickle parts of it: load no file that you do not trust.
+    ExportedFileError where torch cannot read it; ValueError for a device that there is none of.
     """
-    exported: Exported = _run.load(path, device=device, operators=operators)
-    return exported
+    return _load.load(path, device)

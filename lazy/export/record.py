@@ -31,7 +31,7 @@ from torchlazy.lazy.trace.trace import CutTrace, Slot
 
 aten = torch.ops.aten
 _ONE_VALUE = frozenset({"bool", "int", "float", "complex", "index"})
-_NO_EFFECT = frozenset({"aten::_assert_tensor_metadata", "aten::_assert_scalar"})
+_NO_EFFECT = frozenset({"aten::_assert_scalar"})
 
 
 @dataclass(frozen=True)

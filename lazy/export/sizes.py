@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torchlazy.lazy.export.expressions import Number, SizeExpr, evaluate, linear, solve
 from torchlazy.lazy.export.front_door import ExportError
-from torchlazy.runtime.exported.sizes import Number, SizeExpr, evaluate, linear, solve
 
 _FORM = re.compile(r"^(?:(\d+)\s*\*\s*)?([A-Za-z_]\w*)(?:\s*([+-])\s*(\d+))?$")
 _FAR = 1 << 16  # assumed to be above every threshold of a program; only metadata is that large

@@ -14,10 +14,8 @@ import torch
 from torch import fx
 from torchlazy.lazy.export.fit import Fit, NoFit
 from torchlazy.lazy.export.front_door import ExportError
+from torchlazy.lazy.export.graph import BY_ADDRESS, Node, Ref, TensorSpec
 from torchlazy.prims.meta import TensorMeta
-from torchlazy.runtime.exported.graph import BY_ADDRESS, Node, Ref, TensorSpec
-
-_BY_STRIDES = frozenset({"aten.view.default", "aten.view.dtype"})
 
 
 class NoExpression(ExportError):
@@ -147,10 +145,8 @@ class Unified:
         self._names[first] = outputs
         op = _called(first)
         layout = None
-        if (op in BY_ADDRESS or op in _BY_STRIDES) and isinstance(first.args[0], fx.Node):
+        if op in BY_ADDRESS and isinstance(first.args[0], fx.Node):
             layout = self._spec([n.args[0] for n in row])  # type: ignore[misc]
-        elif is_copy(first):
-            layout = self._spec(row)
         return Node(op, args, kwargs, outputs, tuple(specs), frame, layout)
 
     def _fresh(self, metas: Sequence[Any], specs: list[Any], where: str) -> Any:
@@ -197,24 +193,11 @@ def _results_read(row: Sequence[fx.Node]) -> set[Any]:
     return {user.args[1] for node in row for user in node.users if user.target is operator.getitem and user.users}
 
 
-def is_copy(node: fx.Node) -> bool:
-    """Whether the call gives its operand's values in a layout of its own: library calls may count on it."""
-    operand = node.args[0] if node.args else None
-    if _called(node) != "prims.convert" or not isinstance(operand, fx.Node):
-        return False
-    return bool(operand.meta["val"].dtype == node.meta["val"].dtype)
-
-
 def _called(node: fx.Node) -> str:
-    """A node's operator by the name that files use."""
+    """A node's operator by its name ("aten.add.Tensor")."""
     if node.op != "call_function":
         return node.op
-    target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target)
-    if target is operator.getitem:
-        return "getitem"
-    return str(target.overload) if getattr(target, "is_anonymous", False) else f"prims.{target.name}"
+    return "getitem" if node.target is operator.getitem else str(node.target)
 
 
 def _parts(meta: Any) -> list[Any]:

@@ -37,6 +37,18 @@ def is_same_size(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: 
     return tuple(args[0].shape) == tuple(args[1].shape)
 
 
+def assert_tensor_metadata(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Exported programs assert dtypes: known now, and an error of eager's own. A lazy tensor is on no other device."""
+    source = args[0]
+    if not isinstance(source, LazyTensor):
+        return NotImplemented
+    device = kwargs.get("device")
+    if device is not None and source.device != LAZY and torch.device(device) != source.device:
+        raise RuntimeError(f"Tensor device mismatch! Expected: {device}, Got: {source.device}")
+    with below_autograd():
+        plan.op(to_meta(source._geometry), *args[1:], **{k: v for k, v in kwargs.items() if k != "device"})
+
+
 def has_same_storage_numel(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Asked where a tangent is put on a tensor: how much memory each lies in is known."""
     first, second = map(_room, args)
@@ -422,6 +434,7 @@ def install(recorder: Recorder) -> None:
         table[op] = identity
     table[aten._local_scalar_dense.default] = local_scalar
     table[aten.is_same_size.default] = is_same_size
+    table[aten._assert_tensor_metadata.default] = assert_tensor_metadata
     table[aten._has_same_storage_numel.default] = has_same_storage_numel
     table[aten._new_zeros_with_same_feature_meta.default] = zeros_for_tangent
     table[aten.is_pinned.default] = is_pinned

@@ -43,24 +43,21 @@ def tokens(batch: int, length: int, **more: Any) -> dict[str, Any]:
 DYNAMIC = {"input_ids": {0: "batch", 1: "length"}, "attention_mask": {0: "batch", 1: "length"}}
 
 
-@pytest.mark.parametrize("dialect", ["aten", "prims"])
 @pytest.mark.parametrize("make", [bert, gpt2, llama])
-def test_batch_and_length_vary(make: Any, dialect: str, tmp_path: Path) -> None:
+def test_batch_and_length_vary(make: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = make().eval()
     more = {} if make is bert else {"use_cache": False}
-    exported = torchlazy.export(model, (), tokens(2, 10, **more), dynamic=DYNAMIC, dialect=dialect)
-    exported.save(tmp_path / "model.tlz")
-    loaded = torchlazy.load(tmp_path / "model.tlz")
-    sizes = {size.name: size for size in exported.graph.sizes}
-    assert sizes["batch"].low == 1 and sizes["batch"].high is None
+    exported = torchlazy.export(model, (), tokens(2, 10, **more), dynamic=DYNAMIC)
+    torch.export.save(exported, tmp_path / "model.pt2")
+    module, loaded = exported.module(), torchlazy.load(tmp_path / "model.pt2")
     if make is bert:
-        assert sizes["length"].high == 64  # its positions
+        assert any(str(ends.upper) == "64" for ends in exported.range_constraints.values())  # its positions
     for shape in ((2, 10), (1, 7), (3, 33), (5, 64)):
         given = tokens(*shape, **more)
         with torch.no_grad():
             want = model(**given)
-        for program in (exported, loaded):
+        for program in (module, loaded):
             got = program(**given)
             assert list(got) == list(want)
             for key in want:
@@ -71,42 +68,30 @@ RUNNER = """
 import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("transformers", "sympy") or name.startswith("torchlazy.inductor"):
+        if name.split(".")[0] in ("transformers", "torchlazy"):
             raise ImportError(f"{name} is not to be imported here")
 sys.meta_path.insert(0, Block())
-import torch, torchlazy
+import torch
 given = torch.load(sys.argv[2], weights_only=True)
-torch.save(dict(torchlazy.load(sys.argv[1])(**given)), sys.argv[3])
-assert "transformers" not in sys.modules
+torch.save(torch.export.load(sys.argv[1]).module()(**given), sys.argv[3])
 """
 
 
-def test_it_runs_where_the_library_is_not(tmp_path: Path) -> None:
+def test_it_runs_where_the_libraries_are_not(tmp_path: Path) -> None:
     model = bert().eval()
-    torchlazy.export(model, (), tokens(2, 10), dynamic=DYNAMIC).save(tmp_path / "bert.tlz")
+    torch.export.save(torchlazy.export(model, (), tokens(2, 10), dynamic=DYNAMIC), tmp_path / "bert.pt2")
     given = tokens(3, 21)
     torch.save(given, tmp_path / "given.pt")
-    files = [str(tmp_path / name) for name in ("bert.tlz", "given.pt", "result.pt")]
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER, *files], capture_output=True, text=True, timeout=600, env=dict(os.environ)
-    )
+    files = [str(tmp_path / name) for name in ("bert.pt2", "given.pt", "result.pt")]
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # torch would import this package
+    command = [sys.executable, "-c", RUNNER, *files]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr
     result = torch.load(tmp_path / "result.pt", weights_only=True)
     with torch.no_grad():
         want = model(**given)
     for key in want:
         torch.testing.assert_close(result[key], want[key], rtol=1e-4, atol=1e-5)
-
-
-def test_as_a_program_of_torch() -> None:
-    model = llama().eval()
-    exported = torchlazy.export(model, (), tokens(2, 10, use_cache=False), dynamic=DYNAMIC)
-    program = exported.to_exported_program()
-    given = tokens(3, 21)
-    with torch.no_grad():
-        want = model(**given).logits
-    got = program.module()(**given, use_cache=False)
-    torch.testing.assert_close(got["logits"], want, rtol=1e-4, atol=1e-5)
 
 
 def test_a_cache_of_keys_is_no_plain_result() -> None:

@@ -18,13 +18,18 @@ from torch.nn import functional as F
 
 def wrong_sizes(exported: Any, function: Any, make: Any, most: int) -> list[int]:
     """Sizes within the bounds at which the program differs."""
-    (size,) = exported.graph.sizes
-    assert size.high is None or size.high >= most, size
-    found = []
-    for at in range(size.low, most):
+    module = exported.module()
+    found, taken = [], 0
+    for at in range(1, most):
         x = make(at)
-        if not torch.equal(exported(x), function(x)):
+        try:
+            got = module(x)
+        except AssertionError:  # out of the bounds
+            continue
+        taken += 1
+        if not torch.equal(got, function(x)):
             found.append(at)
+    assert taken > most * 3 // 4
     return found
 
 
@@ -51,30 +56,28 @@ def test_pictures_seen_by_a_ratio_in_both_directions() -> None:
 
     dynamic = {"x": {0: "batch", 2: "height", 3: "width"}}
     exported = torchlazy.export(function, (torch.randn(1, 2, 8, 8),), dynamic=dynamic)
+    module = exported.module()
     for batch, height, width in itertools.product((1, 3), (2, 9, 21), (7, 12)):
         x = torch.randn(batch, 2, height, width)
-        torch.testing.assert_close(exported(x), function(x))
+        torch.testing.assert_close(module(x), function(x))
 
 
-@pytest.mark.parametrize("dialect", ["aten", "prims"])
 @pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU])
-def test_library_calls_that_count_on_the_layout_of_a_copy(cell: Any, dialect: str) -> None:
+def test_library_calls_that_count_on_the_layout_of_a_copy(cell: Any) -> None:
     model = cell(4, 5, num_layers=2, batch_first=True, bidirectional=True)
-    exported = torchlazy.export(model, (torch.randn(2, 3, 4),), dynamic={"input": {0: "batch"}}, dialect=dialect)
+    exported = torchlazy.export(model, (torch.randn(2, 3, 4),), dynamic={"input": {0: "batch"}})
     x = torch.randn(5, 3, 4)
     want = model(x)
-    for program in (exported, exported.graph_module(), exported.to_exported_program().module()):
-        torch.testing.assert_close(program(x)[0], want[0].detach())
+    torch.testing.assert_close(exported.module()(x)[0], want[0].detach())
 
 
-@pytest.mark.parametrize("dialect", ["aten", "prims"])
-def test_a_copy_lies_as_in_eager(dialect: str) -> None:
+def test_a_copy_lies_as_in_eager() -> None:
     def function(x: torch.Tensor) -> list[torch.Tensor]:
         return [x.t().contiguous(), x.t().clone(), x.t().contiguous().view(-1) * 2]
 
-    exported = torchlazy.export(function, (torch.randn(3, 4),), dynamic={"x": {0: "n"}}, dialect=dialect)
+    exported = torchlazy.export(function, (torch.randn(3, 4),), dynamic={"x": {0: "n"}})
     x = torch.randn(6, 4)
-    for got, want in zip(exported(x), function(x), strict=True):
+    for got, want in zip(exported.module()(x), function(x), strict=True):
         assert torch.equal(got, want) and got.stride() == want.stride()
 
 
@@ -84,7 +87,7 @@ def test_a_constant_that_is_no_number_is_the_same_at_all_sizes() -> None:
 
     exported = torchlazy.export(function, (torch.randn(5),), dynamic={"x": {0: "n"}})
     x = torch.randn(9)
-    torch.testing.assert_close(exported(x), function(x), equal_nan=True)
+    torch.testing.assert_close(exported.module()(x), function(x), equal_nan=True)
 
 
 def test_state_is_its_own_at_each_load(tmp_path: Any) -> None:
@@ -103,10 +106,11 @@ def test_state_is_its_own_at_each_load(tmp_path: Any) -> None:
 
     model = Counts()
     plain = copy.deepcopy(model)
-    torchlazy.export(model, (torch.randn(3, 4),), dynamic={"x": {0: "n"}}).save(tmp_path / "counts.tlz")
-    first, second = torchlazy.load(tmp_path / "counts.tlz"), torchlazy.load(tmp_path / "counts.tlz")
-    for rows in (3, 5, 1):
+    program = torchlazy.export(model, (torch.randn(3, 4),), dynamic={"x": {0: "n"}})
+    torch.export.save(program, tmp_path / "counts.pt2")
+    first, second = torchlazy.load(tmp_path / "counts.pt2"), torchlazy.load(tmp_path / "counts.pt2")
+    for rows in (3, 5, 2):
         x = torch.randn(rows, 4)
         for got, want in zip(first(x), plain(x), strict=True):
             torch.testing.assert_close(got, want)
-    assert first.state["seen"] == 3 and second.state["seen"] == 0 and model.seen == 0
+    assert first.seen == 3 and second.seen == 0 and model.seen == 0

@@ -1,4 +1,4 @@
-"""`exported.to_exported_program()`: the function's own arguments and results, its state by name, torch's own files.
+"""What `torchlazy.export` gives: the function's own arguments and results, its state by name, in torch's own files.
 
 Invariant: the program gives what the function gives, before and after `torch.export.save` and `load`.
 """
@@ -55,14 +55,12 @@ def again(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram
     return torch.export.load(file)
 
 
-def test_a_nested_call_with_keywords_and_state(tmp_path: Any) -> None:
+def test_a_nested_call_with_keywords_and_state() -> None:
     model = Model()
     before = copy.deepcopy(model)
     args, kwargs = call(5)
     varies = {"batch": {"x": {0: "rows"}, "ids": {0: "rows"}}, "extra": {"add": [{0: "rows"}, None]}}
-    exported = torchlazy.export(model, args, kwargs, dynamic=varies)
-    exported.save(tmp_path / "model.tlz")
-    program = torchlazy.load(tmp_path / "model.tlz").to_exported_program()
+    program = torchlazy.export(model, args, kwargs, dynamic=varies)
     assert set(dict(program.named_parameters())) == {"linear.weight", "linear.bias", "weight"}
     assert set(dict(program.named_buffers())) == {"mean", "fixed"}
     for module in (program.module(), again(program).module()):
@@ -81,7 +79,7 @@ def test_a_nested_call_with_keywords_and_state(tmp_path: Any) -> None:
 
 def test_what_was_constant_stays_constant() -> None:
     args, kwargs = call(5)
-    module = torchlazy.export(Model(), args, kwargs).to_exported_program().module()
+    module = torchlazy.export(Model(), args, kwargs).module()
     with pytest.raises((RuntimeError, AssertionError, ValueError)):
         module(*args, **(kwargs | {"flag": False}))
 
@@ -102,10 +100,10 @@ def test_classes_of_the_program_become_plain_containers() -> None:
         return Pair(pair.a + box.inner, pair.b), Box(box.inner * 2, [pair.a]), collections.OrderedDict(z=pair.a - 1)
 
     pair, box = Pair(torch.ones(2), 3), Box(torch.ones(2) * 2, [])
-    program = torchlazy.export(function, (pair, box)).to_exported_program()
+    program = torchlazy.export(function, (pair, box))
     for module in (program.module(), again(program).module()):
         found = module((torch.ones(2), 3), {"inner": torch.ones(2) * 2, "more": []})
-        assert [type(part) for part in found] == [tuple, dict, dict]
+        assert [type(part) for part in found] == [tuple, dict, collections.OrderedDict]
         assert torch.equal(found[0][0], torch.full((2,), 3.0)) and found[0][1] == 3
         assert torch.equal(found[1]["inner"], torch.full((2,), 4.0)) and torch.equal(found[1]["more"][0], torch.ones(2))
 
@@ -116,7 +114,7 @@ def test_arguments_that_are_written_to_and_results_that_share_memory() -> None:
         return out, x.t(), x.t()[0]
 
     x, out = torch.randn(3, 2), torch.zeros(3, 2)
-    program = torchlazy.export(function, (x,), {"out": out}).to_exported_program()
+    program = torchlazy.export(function, (x,), {"out": out})
     assert torch.equal(out, torch.zeros(3, 2))  # an export runs nothing
     for module in (program.module(), again(program).module()):
         into = torch.zeros(3, 2)
@@ -124,13 +122,12 @@ def test_arguments_that_are_written_to_and_results_that_share_memory() -> None:
         assert torch.equal(into, x * 2) and torch.equal(found[0], x * 2) and torch.equal(found[1], x.t())
 
 
-@pytest.mark.parametrize("dialect", ["aten", "prims"])
-def test_sizes_that_go_in_steps_and_numbers_made_of_them(dialect: str) -> None:
+def test_sizes_that_go_in_steps_and_numbers_made_of_them() -> None:
     def function(xs: list[torch.Tensor]) -> dict[str, Any]:
         return {"folded": xs[0].reshape(2, -1).sum(1), "size": xs[0].shape[0] * 3, "mean": xs[0].mean()}
 
-    exported = torchlazy.export(function, ([torch.randn(6)],), dynamic={"xs": [{0: "2*n"}]}, dialect=dialect)
-    module = exported.to_exported_program().module()
+    exported = torchlazy.export(function, ([torch.randn(6)],), dynamic={"xs": [{0: "2*n"}]})
+    module = exported.module()
     for size in (6, 10, 24):
         x = torch.randn(size)
         found, want = module([x]), function([x])
@@ -139,7 +136,47 @@ def test_sizes_that_go_in_steps_and_numbers_made_of_them(dialect: str) -> None:
         assert found["size"] == want["size"]
 
 
-def test_a_dtype_among_the_arguments_is_told() -> None:
-    exported = torchlazy.export(lambda x, kind: x.to(kind), (torch.ones(2), torch.float64))
-    with pytest.raises(RuntimeError, match="argument kind is a dtype"):
-        exported.to_exported_program()
+def test_nodes_name_the_users_lines() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * 2
+
+    program = torchlazy.export(function, (torch.ones(2),))
+    for one in (program, again(program)):
+        lines = [node.meta["stack_trace"] for node in one.graph.nodes if "sin" in node.name or "mul" in node.name]
+        assert len(lines) == 2
+        assert all(f'test_exported_program.py", line {function.__code__.co_firstlineno + 1}' in line for line in lines)
+
+
+def test_an_argument_in_another_layout_is_brought_into_order() -> None:
+    """A library's own view counts on the example's strides."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.as_strided((2, 2), (1, 3), 1) + x.view(-1)[0]
+
+    module = torchlazy.export(function, (torch.randn(3, 4),)).module()
+    x = torch.randn(4, 3).t()
+    assert torch.equal(module(x), function(x.contiguous()))
+
+
+def test_what_the_tracer_would_not_see_is_asserted() -> None:
+    """A cast that the example made needless is not in the graph; nor is the dtype that `/` gives whole numbers."""
+    module = torchlazy.export(lambda x: x.float() * 2, (torch.ones(2),)).module()
+    with pytest.raises(RuntimeError, match="dtype mismatch"):
+        module(torch.ones(2, dtype=torch.float64))
+    module = torchlazy.export(lambda x: x / 2, (torch.arange(3),)).module()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(RuntimeError, match="dtype mismatch"):
+            module(torch.arange(3))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_what_torchs_exporter_refuses_is_told_in_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("no form for this")
+
+    monkeypatch.setattr(torch.export, "export", refuse)
+    for dynamic in (None, {"x": {0: "n"}}):
+        with pytest.raises(torchlazy.ExportError, match=r"AssertionError: no form for this\)[\s\S]*remedy"):
+            torchlazy.export(lambda x: x + 1, (torch.ones(2),), dynamic=dynamic)

@@ -1,15 +1,16 @@
 """Numbers of an exported graph that depend on its symbolic sizes: small expressions, without SymPy.
 
-Invariant: an expression is data (it has a form in JSON, and nothing of it is ever executed as code). Evaluating it
-is exact integer arithmetic, but for "truediv", "sqrt", "rsqrt" and "float", which compute what Python computes.
+Invariant: an expression is data. Evaluating it is exact integer arithmetic, but for "truediv", "sqrt", "rsqrt" and
+"float", which compute what Python computes; the sizes may be torch's symbolic ones.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+import torch
 
 Number: TypeAlias = "int | float | SizeExpr"
 
@@ -93,11 +94,11 @@ def evaluate(value: Any, sizes: Mapping[str, int]) -> Any:
     if value.op == "truediv":
         return parts[0] / parts[1]
     if value.op == "sqrt":
-        return math.sqrt(parts[0])
+        return torch.sym_sqrt(parts[0])
     if value.op == "rsqrt":
         return parts[0] ** -0.5
     if value.op == "float":
-        return float(parts[0])
+        return torch.sym_float(parts[0])
     raise ValueError(f"no operator {value.op!r} of sizes")
 
 

@@ -117,10 +117,10 @@ def _bind(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         bound = dict(signature.bind(*args, **kwargs).arguments)
     except TypeError as error:
         raise TypeError(f"torchlazy.export: {getattr(fn, '__name__', type(fn).__name__)}: {error}") from None
-    modules = _modules_of(fn)
+    modules = {_module_name(name): module for name, module in _modules_of(fn).items()}
     module_arguments = tuple(name for name, value in bound.items() if isinstance(value, torch.nn.Module))
     for name in module_arguments:
-        modules.setdefault(name, bound[name])
+        modules.setdefault(_module_name(name), bound[name])
     leaves: list[tuple[str, torch.Tensor]] = []
     trees: dict[str, Tree] = {}
     for name, value in bound.items():
@@ -136,6 +136,11 @@ def _bind(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         leaves += found
     keywords = tuple(name for name in trees if name in kwargs and signature.parameters[name].kind in _EITHER)
     return _ExportCall(fn, signature, bound, modules, module_arguments, leaves, trees, keywords)
+
+
+def _module_name(name: str) -> str:
+    """A name that a module can have among a module's attributes: not that of one of its methods."""
+    return f"{name}_" if hasattr(torch.nn.Module, name) else name
 
 
 def _modules_of(fn: Callable[..., Any]) -> dict[str, torch.nn.Module]:

@@ -29,9 +29,11 @@ _OPERATORS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "fl
 def to_exported_program(graph: ExportedGraph, state: Mapping[str, torch.Tensor]) -> torch.export.ExportedProgram:
     """The program as torch's own, by `torch.export.export` with the same symbolic sizes.
 
-    ExportError for a dtype or device among the arguments, and in torch's words where its exporter refuses the program.
+    ExportError for a dtype or device among the arguments or results, and in torch's words where its exporter refuses
+    the program.
     """
     parameters = _parameters(graph)
+    _check_constants(graph.results, "the result")
     # Not at 1, which torch would take for fixed.
     sizes = {size.name: next((at for at in size.seen if at > 1), size.seen[0]) for size in graph.sizes}
     examples = iter([_example(given, sizes) for given in graph.inputs])
@@ -57,9 +59,9 @@ def to_exported_program(graph: ExportedGraph, state: Mapping[str, torch.Tensor])
             return traced(lambda expr: _hint(expr, bounds), True)
         except Exception as error:
             refused = error
-    text = str(refused).strip().splitlines() or [""]
+    text = " ".join(str(refused).split())[:400]
     raise ExportError(
-        f"torchlazy.export: torch.export cannot take this program in ({type(refused).__name__}: {text[0]})\n"
+        f"torchlazy.export: torch.export cannot take this program in ({type(refused).__name__}: {text})\n"
         "remedy: leave the sizes that vary out of `dynamic`, or keep what it names out of the exported function"
     ) from refused
 
@@ -81,7 +83,7 @@ def _parameters(graph: ExportedGraph) -> list[Parameter]:
     kinds = dict(graph.parameters)
     for key, tree in zip(graph.arguments.keys, graph.arguments.children, strict=True):
         name = str(key)
-        _check_constants(tree, name)
+        _check_constants(tree, f"argument {name}")
         if kinds[name] == "VAR_KEYWORD":
             inner = zip(tree.keys, tree.children, strict=True)
             found += [Parameter(str(word), "KEYWORD_ONLY", child) for word, child in inner]
@@ -93,8 +95,8 @@ def _parameters(graph: ExportedGraph) -> list[Parameter]:
 def _check_constants(tree: Tree, place: str) -> None:
     if tree.kind == "constant" and isinstance(tree.value, (torch.dtype, torch.device)):
         raise ExportError(
-            f"torchlazy.export: argument {place} is a {type(tree.value).__name__}, which torch's exported program "
-            "cannot take\nremedy: export a function that names it itself"
+            f"torchlazy.export: {place} is a {type(tree.value).__name__}, or has one in it, which torch's exported "
+            "programs neither take nor give\nremedy: export a function that names it itself and returns tensors"
         )
     for child in tree.children:
         _check_constants(child, place)

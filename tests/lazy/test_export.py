@@ -234,6 +234,13 @@ def test_modules_are_found_where_functions_keep_them() -> None:
     torch.testing.assert_close(exported(x), argument(model, x))  # the module is state, no argument
 
 
+def test_a_module_that_is_called_like_a_method() -> None:
+    half = nn.Linear(2, 2)
+    exported = module_of(lambda x: half(x), (torch.ones(1, 2),))
+    assert "half_.weight" in exported.state_dict()
+    agree(exported, half, torch.randn(1, 2))
+
+
 def test_tied_weights_are_one_state() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -637,6 +644,8 @@ def test_wrong_calls_of_export() -> None:
         torchlazy.export(lambda x: x, torch.ones(2))  # type: ignore[arg-type]
     with pytest.raises(ExportError, match="argument kind is a dtype"):
         torchlazy.export(lambda x, kind: x.to(kind), (torch.ones(2), torch.float64))
+    with pytest.raises(ExportError, match="the result is a device"):
+        torchlazy.export(lambda x: [x, x.device], (torch.ones(2),))
     with pytest.raises(TypeError, match="missing a required argument: 'y'"):
         torchlazy.export(lambda x, y: x, (torch.ones(2),))
     with pytest.raises(ExportError, match="argument x is a object"):

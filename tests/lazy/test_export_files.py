@@ -180,6 +180,21 @@ def test_another_device(tmp_path: Path) -> None:
         torchlazy.load(tmp_path / "fn.pt2", device="gpu")
 
 
+def test_an_operator_of_another_library_is_registered_before(tmp_path: Path) -> None:
+    library = torch.library.Library("torchlazy_test_export", "DEF")
+    library.define("scaled(Tensor x, float by) -> Tensor")
+    library.impl("scaled", lambda x, by: x * by, "CompositeExplicitAutograd")
+    library.impl("scaled", lambda x, by: torch.empty_like(x), "Meta")
+    call = torch.ops.torchlazy_test_export.scaled
+    program = torchlazy.export(lambda x: call(x, 2.0) + 1, (torch.ones(3),), dynamic={"x": {0: "n"}})
+    torch.export.save(program, tmp_path / "scaled.pt2")
+    assert torchlazy.load(tmp_path / "scaled.pt2")(torch.ones(2)).tolist() == [3.0, 3.0]
+    script = "import sys, torchlazy; torchlazy.load(sys.argv[1])"
+    command = [sys.executable, "-c", script, str(tmp_path / "scaled.pt2")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=dict(os.environ))
+    assert done.returncode and "import the library of a custom operator first" in done.stderr
+
+
 def test_files_that_are_no_programs(tmp_path: Path, saved: Path) -> None:
     with zipfile.ZipFile(tmp_path / "old.tlz", "w") as archive:
         for name in ("manifest.json", "graph.json", "tensors.json", "tensors.bin"):

@@ -42,6 +42,13 @@ def test_resampling_by_a_ratio(ratio: float) -> None:
     assert wrong_sizes(exported, function, lambda h: torch.randn(1, 1, h, 2), 80) == []
 
 
+def test_a_size_with_a_rest_is_refused_between_its_steps() -> None:
+    exported = torchlazy.export(lambda x: x * 2, (torch.ones(19),), dynamic={"x": {0: "8*n + 3"}}).module()
+    assert [exported(torch.ones(n)).shape[0] for n in (11, 19, 35)] == [11, 19, 35]
+    with pytest.raises(AssertionError, match=r"% 8"):
+        exported(torch.ones(20))
+
+
 def test_windows_of_windows() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return F.max_pool1d(F.avg_pool1d(x, 5, stride=3), 3, stride=2, padding=1)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 from torchlazy.lazy.export.check import is_equal, with_bounds
-from torchlazy.lazy.export.expressions import SizeExpr, evaluate
+from torchlazy.lazy.export.expressions import evaluate, mul
 from torchlazy.lazy.export.front_door import ExportError
 from torchlazy.lazy.export.graph import ExportedGraph, InputSpec, StateSpec, TensorSpec, refs_in
 from torchlazy.lazy.export.program import to_exported_program
@@ -378,19 +378,12 @@ def _input_spec(name: str, tensor: torch.Tensor, shape: tuple[Any, ...]) -> Inpu
     step: Any = 1
     for axis in reversed(order):
         strides[axis] = step
-        step = _times(step, shape[axis])
+        step = mul(step, shape[axis] or 1)
     if isinstance(tensor, LazyTensor):
         device = tensor._geometry.compute if tensor.device == LAZY else str(tensor.device)
     else:
         device = DEVICE.target if DEVICE.is_marked(tensor) else str(tensor.device)
     return InputSpec(name, TensorSpec(tuple(shape), tuple(strides), tensor.dtype, device), order)
-
-
-def _times(step: Any, size: Any) -> Any:
-    from_sizes = isinstance(size, SizeExpr) or isinstance(step, SizeExpr)
-    if not from_sizes:
-        return step * max(size, 1)
-    return size if step == 1 else SizeExpr("mul", (step, size)) if size != 1 else step
 
 
 def _check_shared_memory(call: _ExportCall, targets: Sequence[str], argument_names: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx
 from torchlazy.autograd.joint import JointGraph, JointSplit, split_joint
 from torchlazy.lazy.plan.joint import Double, ForwardResult, Joint, Output, ScalarSource, Source, Update, Write, dense
+from torchlazy.lazy.plan.saved_layout import as_channels_last, channels_last_values
 from torchlazy.lazy.trace.geometry import Geometry
 from torchlazy.lazy.trace.to_fx import trace_to_graph
 from torchlazy.lazy.trace.trace import CutTrace, Entry, ScalarSlot, Slot, scalar_slot, slot, slots_in
@@ -83,8 +84,10 @@ def build_joint(
     gradients = [found for found in recording.gradients if found is not None]
     second = (*gradients, *((value, geom) for value, geom, _ in recording.late_writes))
 
-    split, slot_of = _split(recording, first, (*second, *recording.later), budget)
-    half, saved = _half(recording, split, slot_of, is_tangent, place)
+    graph, nodes = _graph(recording, first, (*second, *recording.later))
+    split = _split(recording, graph, nodes, len(first), budget)
+    slot_of = {node: slot(number) for number, node in nodes.items()}
+    half, saved = _half(recording, split, slot_of, channels_last_values(graph), is_tangent, place)
     donations = tuple((len(recording.values) + k, number) for k, (_, _, number) in enumerate(recording.writes))
     forward_inputs = [i for i in numbers if i < forward.inputs]
     program = CutTrace(
@@ -92,7 +95,7 @@ def build_joint(
         trace.geometries[: forward.slots],
         tuple(trace.inputs[i] for i in forward_inputs),
         trace.scalar_kinds[: forward.scalars],
-        (*first, *((number, dense(geom)) for number, geom in saved)),
+        (*first, *saved),
         tuple((output, forward_inputs.index(number)) for output, number in donations),
         trace.frames[: forward.entries],
     )
@@ -165,31 +168,39 @@ def _scalars_read(trace: CutTrace, entries: int) -> int:
 # --- the split, in terms of slots ---
 
 
-def _split(
-    recording: Recording, first: Sequence[Value], second: Sequence[Value], budget: float | int | None
-) -> tuple[JointSplit, dict[fx.Node, Slot]]:
+def _graph(
+    recording: Recording, first: Sequence[Value], second: Sequence[Value]
+) -> tuple[fx.Graph, dict[int, fx.Node]]:
+    """All of the trace with these results, in any layout; and the node of each slot."""
     trace = recording.trace
     nodes: dict[int, fx.Node] = {}
-    results = tuple((number, trace.geometries[number.number]) for number, _ in (*first, *second))  # in any layout
+    results = tuple((number, trace.geometries[number.number]) for number, _ in (*first, *second))
     whole = CutTrace(trace.entries, trace.geometries, trace.inputs, trace.scalar_kinds, results, (), trace.frames)
-    graph = trace_to_graph(whole, backward=recording.forward.entries, nodes=nodes)
+    return trace_to_graph(whole, backward=recording.forward.entries, nodes=nodes), nodes
+
+
+def _split(
+    recording: Recording, graph: fx.Graph, nodes: dict[int, fx.Node], first: int, budget: float | int | None
+) -> JointSplit:
     joint = JointGraph(
         graph,
-        len(first),
+        first,
         tuple(nodes[number.number] for number in (*recording.tangents, *recording.later_tangents)),
-        tuple(nodes[trace.inputs[i][0].number] for i in recording.changed),
+        tuple(nodes[recording.trace.inputs[i][0].number] for i in recording.changed),
     )
-    return split_joint(joint, budget), {node: slot(number) for number, node in nodes.items()}
+    return split_joint(joint, budget)
 
 
 def _half(
     recording: Recording,
     split: JointSplit,
     slot_of: dict[fx.Node, Slot],
+    channels_last: set[fx.Node],
     is_tangent: dict[int, int],
     place: dict[int, int],
 ) -> tuple[BackwardReads, list[Value]]:
-    """What the backward may read, and the values that the forward returns only for it."""
+    """What the backward may read, and the values that the forward returns only for it, laid out without gaps: these
+    nodes channels-last."""
     trace = recording.trace
     of_result = {
         number.number: i
@@ -207,8 +218,8 @@ def _half(
             slots.append((number, geom))
         else:
             sources.append(Source("saved", len(saved)))
-            slots.append((number, dense(geom)))
-            saved.append((number, geom))
+            saved.append((number, as_channels_last(geom) if node in channels_last else dense(geom)))
+            slots.append(saved[-1])
     given = {slot_of[node].number for node in split.given if node in slot_of}
     taken = {number.number for number, _ in slots}
     for i, (number, geom) in enumerate(trace.inputs):

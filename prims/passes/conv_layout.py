@@ -44,6 +44,21 @@ def channels_last_convolutions(graph: fx.Graph, *, device: str = "cuda") -> fx.G
     return _Layout(wanted).run(graph)
 
 
+def gains_channels_last(x: TensorMeta, weight: TensorMeta, y: TensorMeta, groups: Any, *, device: str = "cuda") -> bool:
+    """Whether channels-last kernels on `device` serve the convolution of `x` that gives `y`, and its gradients, at
+    least as well. The layout must also be plain to see from shape and strides, or ATen would take it for the other one:
+    more than one channel, more than one position."""
+    if x.rank != 4 or x.dtype not in _DTYPES or not x.device.startswith(device):
+        return False
+    sizes = (*x.shape[1:], *y.shape[1:], *weight.shape)
+    if any(is_tracked(size) or not isinstance(size, int) for size in sizes) or 0 in (*x.shape, *y.shape):
+        return False
+    if any(meta.shape[1] == 1 or meta.shape[2] * meta.shape[3] == 1 for meta in (x, y)):
+        return False
+    inner: Any = min(x.shape[1], y.shape[1]) // groups
+    return bool(groups == 1 or inner == 1 or inner >= _LEAST_GROUP)
+
+
 def channels_last(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
     """Strides of [batch, channels, height, width] with the channels innermost."""
     _, channels, height, width = shape
@@ -54,8 +69,7 @@ def channels_last(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 
 def _is_wanted(node: fx.Node, device: str) -> bool:
-    """Whether channels-last kernels serve this convolution at least as well. The layout must also be plain to see from
-    shape and strides, or ATen would take it for the other one: more than one channel, more than one position."""
+    """Whether this is a convolution, or the gradients of one, that gains."""
     if node.target is ops.convolution:
         x, weight = node.args[0].meta["val"], node.args[1].meta["val"]  # type: ignore[union-attr]
         grad = node.meta["val"]
@@ -63,17 +77,7 @@ def _is_wanted(node: fx.Node, device: str) -> bool:
         grad, x, weight = (operand.meta["val"] for operand in node.args)  # type: ignore[union-attr]
     else:
         return False
-    if x.rank != 4 or x.dtype not in _DTYPES or not x.device.startswith(device):
-        return False
-    sizes = (*x.shape[1:], *grad.shape[1:], *weight.shape)
-    if any(is_tracked(size) or not isinstance(size, int) for size in sizes) or 0 in (*x.shape, *grad.shape):
-        return False
-    if any(meta.shape[1] == 1 or meta.shape[2] * meta.shape[3] == 1 for meta in (x, grad)):
-        return False
-    groups = node.kwargs["groups"]
-    assert isinstance(groups, int)
-    inner = min(x.shape[1], grad.shape[1]) // groups
-    return groups == 1 or inner == 1 or inner >= _LEAST_GROUP
+    return gains_channels_last(x, weight, grad, node.kwargs["groups"], device=device)
 
 
 def _is_bound(node: fx.Node, wanted: dict[fx.Node, None]) -> bool:
@@ -100,10 +104,11 @@ def _is_library_call(node: fx.Node) -> bool:
 def _is_worth_it(node: fx.Node, wanted: dict[fx.Node, None], bound: set[fx.Node]) -> bool:
     """Not where copies on both sides would take the place of cuDNN's own, or of none: it has row-major kernels for
     products of single positions."""
+    free = lambda value: value not in bound or _is_seen_channels_last(value.meta["val"])  # noqa: E731
     if node.target is ops.convolution:
-        return node.args[0] not in bound or node not in bound
+        return free(node.args[0]) or free(node)
     results = [user for user in node.users if user.kwargs == {} and user.args[1:] == (0,)]
-    return any(operand not in bound for operand in node.args[:2]) or any(result not in bound for result in results)
+    return any(map(free, node.args[:2])) or any(map(free, results))
 
 
 # --- the new graph ---
@@ -114,16 +119,21 @@ class _Layout:
         self.wanted = wanted
         self.graph = PlanGraph()
         self.env: dict[fx.Node, fx.Node] = {}
+        self.given_out: set[fx.Node] = set()  # results
         self.is_bound: set[fx.Node] = set()  # of the new graph: nodes whose layout must stay
         self.copies: dict[tuple[fx.Node, tuple[Dim, ...]], fx.Node] = {}
 
     def run(self, graph: fx.Graph) -> fx.Graph:
+        output = next(iter(reversed(graph.nodes)))
+        results = set(output.all_input_nodes)
         for node in graph.nodes:
             if node.op == "output":
                 told: Any = node.args[0]
                 self.graph.output(tuple(self._in_old_layout(self.env[result], result.meta["val"]) for result in told))
             else:
                 self.env[node] = self._copied(node)
+                if node in results:
+                    self.given_out.add(self.env[node])
                 if _is_bound(node, self.wanted):
                     self.is_bound.add(self.env[node])
         return self.graph
@@ -137,6 +147,8 @@ class _Layout:
             made = self.graph.call_function(node.target, tuple(operands), dict(node.kwargs))  # type: ignore[arg-type]
             made.meta.update({**node.meta, "val": _restamped(node.meta["val"])})
             return made
+        if node.target is ops.convert and (same := self._made_so(node)) is not None:
+            return same
         if _relies_on_layout(node, self.wanted):
             return self.graph.node_copy(
                 node, lambda operand: self._in_old_layout(self.env[operand], operand.meta["val"])
@@ -147,6 +159,14 @@ class _Layout:
             made.meta["val"] = self.env[source].meta["val"][node.args[1]]
         elif self._follows(made, node):
             self._restamp(made)
+        return made
+
+    def _made_so(self, copy: fx.Node) -> fx.Node | None:
+        """What this is a copy of in another layout, where that is made in this very layout now."""
+        made = self.env[copy.args[0]]  # type: ignore[index]
+        if made in self.given_out or made.op == "placeholder" or made.meta["val"] != copy.meta["val"]:
+            return None
+        self.given_out.add(made)  # another result has memory of its own
         return made
 
     def _follows(self, made: fx.Node, node: fx.Node) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -52,16 +53,20 @@ def _patches() -> nn.Module:
 BUILDS = {"pooled": _pooled, "depthwise": _depthwise, "patches": _patches}
 
 
+@pytest.mark.parametrize("is_step", [True, False], ids=["step", "module"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", BUILDS)
-def test_a_step(name: str, dtype: torch.dtype | None) -> None:
+def test_training(name: str, dtype: torch.dtype | None, is_step: bool) -> None:
     torch.manual_seed(0)
     model = BUILDS[name]().cuda()
     x, y = torch.randn(8, 3, 128, 128, device="cuda"), torch.randint(10, (8,), device="cuda")
     model(x)
-    wanted = _gradients(copy.deepcopy(model), x, y, dtype, lambda step: step)
-    found = _gradients(copy.deepcopy(model), x, y, dtype, lambda step: torchlazy.compile(step))
-    exact = _gradients(copy.deepcopy(model), x, y, None, lambda step: step) if dtype else wanted
+    wanted = _gradients(copy.deepcopy(model), x, y, dtype)
+    if is_step:
+        found = _gradients(copy.deepcopy(model), x, y, dtype, prepare_step=torchlazy.compile)
+    else:
+        found = _gradients(copy.deepcopy(model), x, y, dtype, prepare_model=torchlazy.compile)
+    exact = _gradients(copy.deepcopy(model), x, y, None) if dtype else wanted
     for a, b, c in zip(found, wanted, exact, strict=True):
         assert a.stride() == b.stride()
         a, b, c = a.double(), b.double(), c.double()
@@ -70,21 +75,22 @@ def test_a_step(name: str, dtype: torch.dtype | None) -> None:
 
 
 def _gradients(
-    model: nn.Module, x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype | None,
-    prepare: Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]],
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype | None, *,
+    prepare_step: Callable[[Any], Any] = lambda step: step, prepare_model: Callable[[Any], Any] = lambda model: model,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Three steps; the last loss and the gradients that it leaves."""
+    forward = prepare_model(model)
 
     def step() -> torch.Tensor:
         with torch.autocast("cuda", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-            out = model(x)
+            out = forward(x)
         loss = F.cross_entropy(out.float(), y)
         for parameter in model.parameters():
             parameter.grad = None
         loss.backward()
         return loss.detach()
 
-    run = prepare(step)
+    run = prepare_step(step)
     for _ in range(3):
         loss = run()
     return [loss, *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]

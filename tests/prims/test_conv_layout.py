@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 import torchlazy
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
-from torchlazy.lazy.plan import pipeline
+from torchlazy.lazy.plan import pipeline, split_joint
+from torchlazy.lazy.plan.saved_layout import channels_last_values
 from torchlazy.prims import ops
 from torchlazy.prims.decomps import cpu_kernels
 from torchlazy.prims.passes import conv_layout as stage
@@ -28,6 +32,7 @@ def laid_out(monkeypatch):
         return found
 
     monkeypatch.setattr(pipeline, "channels_last_convolutions", lay_out)
+    monkeypatch.setattr(split_joint, "channels_last_values", partial(channels_last_values, device="cpu"))
     monkeypatch.setattr(cpu_kernels, "ENABLED", False)
     return made
 
@@ -120,6 +125,41 @@ def test_training_under_autocast(laid_out):
             x for x in node.args if x.target is ops.convert and x.args[0].meta["val"].dtype == x.meta["val"].dtype
         ]
         assert not copies, "what computes an operand writes it channels-last"
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("build", BUILDS, ids=["pooled", "depthwise", "grouped", "upsampled", "dense"])
+def test_a_compiled_modules_halves(laid_out, build, dtype):
+    torch.manual_seed(0)
+    eager = build()
+    ours = copy.deepcopy(eager)
+    compiled = torchlazy.compile(ours)
+    for _ in range(5):
+        found, wanted = [], []
+        for call, model, values in ((compiled, ours, found), (eager, eager, wanted)):
+            torch.manual_seed(1)
+            x = torch.randn(2, 3, 12, 12).requires_grad_()
+            with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+                out = call(x)
+            out.float().square().mean().backward()
+            result = [out.detach().float(), x.grad, *(p.grad for p in model.parameters()), *model.buffers()]
+            values += [(t.clone(), t.stride()) for t in result]
+            model.zero_grad()
+        _compare(found, wanted, **({"rtol": 1e-4, "atol": 1e-5} if dtype is None else {"rtol": 5e-2, "atol": 5e-2}))
+    assert compiled.report().replays, compiled.report()
+    backward = [g for g in laid_out if any(n.target is ops.convolution_backward for n in g.nodes)]
+    assert backward and all(map(_laid, backward)), "gradients are computed channels-last"
+    for graph in laid_out:
+        for node in _laid(graph):
+            assert not any(map(_is_copied_saved, node.args)), "saved values cross in the layout that both halves want"
+
+
+def _is_copied_saved(x) -> bool:
+    """Whether this is a copy in another layout of something computed that the program was given: no image or weight."""
+    if not isinstance(x, fx.Node) or x.target is not ops.convert or x.args[0].op != "placeholder":
+        return False
+    meta, given = x.meta["val"], x.args[0].meta["val"]
+    return given.dtype == meta.dtype and meta.shape[0] == 2 and meta.shape[1] > 3
 
 
 def _laid(graph):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -139,21 +139,27 @@ def _become(lazy: LazyTensor, plain: torch.Tensor) -> torch.Tensor:
 def in_ordinary_tensors(recorder: Recorder, value: Any, given: Sequence[Any] = ()) -> Any:
     """What a call under `lazy_mode` returned, with ordinary tensors in place of its lazy ones. Objects keep their
     identity. `given`: the call's arguments."""
-
-    def plainly(leaf: Any) -> Any:
-        if not isinstance(leaf, LazyTensor) or id(leaf) in begun:
-            return leaf
-        if leaf._geometry.device != LAZY and graph_of(leaf) is None:
-            if id(leaf) not in made:
-                real = recorder.real(leaf, "result of a compiled call")
-                made[id(leaf)] = _become(leaf, plain_result(leaf, real, plainly, given))
-            return made[id(leaf)]
-        return leaf
-
-    made: dict[int, torch.Tensor] = {}  # by identity of the lazy ones, which `value` holds, or a view in it
-    begun = graph_leaves_in(flatten_open(value)[0])
+    plainly = _Plainly(recorder, given, graph_leaves_in(flatten_open(value)[0]))
     leaves, spec = flatten_tree(value)
     plain = [exchanged(leaf, plainly) for leaf in leaves]
     if all(now is then for now, then in zip(plain, leaves, strict=True)):
         return value
     return unflatten_tree(plain, spec)
+
+
+class _Plainly:
+    """A leaf of a result as an ordinary tensor. `begun`: leaves of graphs, which stay, by identity."""
+
+    def __init__(self, recorder: Recorder, given: Sequence[Any], begun: Collection[int]) -> None:
+        self._recorder, self._given, self._begun = recorder, given, begun
+        self._made: dict[int, torch.Tensor] = {}  # by identity of the lazy ones, which the result keeps alive
+
+    def __call__(self, leaf: Any) -> Any:
+        if not isinstance(leaf, LazyTensor) or id(leaf) in self._begun:
+            return leaf
+        if leaf._geometry.device != LAZY and graph_of(leaf) is None:
+            if id(leaf) not in self._made:
+                real = self._recorder.real(leaf, "result of a compiled call")
+                self._made[id(leaf)] = _become(leaf, plain_result(leaf, real, self, self._given))
+            return self._made[id(leaf)]
+        return leaf

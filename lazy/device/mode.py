@@ -41,6 +41,7 @@ from torchlazy.lazy.torch_private.dispatch import dispatch_modes, without_our_mo
 from torchlazy.lazy.torch_private.distributed import any_distributed
 from torchlazy.lazy.torch_private.patches import exclude_from_dynamo, load_inside
 from torchlazy.lazy.trace.geometry import is_dense, kind_of
+from torchlazy.lazy.trace.nested import map_nested
 
 _T = torch.Tensor
 
@@ -214,9 +215,8 @@ class _Operators(TorchDispatchMode):
             twins: dict[int, LazyTensor] = {}
             touched: list[LazyTensor] = []  # whose memory is shared outside of torch
 
-            def twin(value: Any, place: int | str) -> Any:
-                kind = type(value)
-                if kind is LazyTensor:
+            def twin(place: int | str, value: Any) -> Any:
+                if type(value) is LazyTensor:
                     return shared(value, place)
                 if isinstance(value, _T):
                     if isinstance(value, LazyTensor) or not _is_recordable(value):
@@ -227,8 +227,6 @@ class _Operators(TorchDispatchMode):
                         twins[id(value)] = found
                         originals[id(found)] = value
                     return shared(found, place)
-                if kind is list or kind is tuple:
-                    return kind(twin(item, place) for item in value)
                 return value
 
             def shared(value: LazyTensor, place: int | str) -> LazyTensor:
@@ -246,12 +244,11 @@ class _Operators(TorchDispatchMode):
             def original(value: Any) -> Any:
                 if type(value) is LazyTensor:
                     return originals.get(id(value), value)
-                if type(value) is list or type(value) is tuple:
-                    return type(value)(original(item) for item in value)
                 return value
 
-            given = tuple(twin(value, place) for place, value in enumerate(args))
-            result = recorder.dispatch(func, given, {name: twin(value, name) for name, value in kwargs.items()})
+            given = tuple(map_nested(functools.partial(twin, place), value) for place, value in enumerate(args))
+            named = {name: map_nested(functools.partial(twin, name), value) for name, value in kwargs.items()}
+            result = recorder.dispatch(func, given, named)
             for position in plan.written:  # torch counts writes to single tensors itself
                 written = args[position] if position < len(args) else None
                 if isinstance(written, (list, tuple)):
@@ -260,7 +257,7 @@ class _Operators(TorchDispatchMode):
                 self._follow_size(value, twins[id(value)])
             if touched:
                 recorder.cut("shared memory")
-            return original(result)
+            return map_nested(original, result)
 
     def _before_others(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Tensors of other kinds hold ordinary memory (a sparse one's values): nothing on it is pending when they are

@@ -22,6 +22,7 @@ from torchlazy.lazy.record.tensor import LAZY, LazyTensor, wrap, writes_with_gra
 from torchlazy.lazy.torch_private.dispatch import below_autograd, memory_key
 from torchlazy.lazy.torch_private.distributed import finished_work
 from torchlazy.lazy.trace.geometry import geometry_like
+from torchlazy.lazy.trace.nested import map_nested
 from torchlazy.lazy.trace.op_schema import OpPlan
 from torchlazy.lazy.trace.storage import LazyStorage
 
@@ -88,8 +89,6 @@ def _leaving_memory(then: Callable[..., Any], recorder: Recorder, given: GivenMe
     """`Future.then` whose future holds real memory: the future of a GPU's collective needs its value's address."""
 
     def memory(value: Any) -> Any:
-        if type(value) is list or type(value) is tuple:
-            return type(value)(map(memory, value))
         if not isinstance(value, LazyTensor) or value.device != LAZY:
             return value
         with recorder.lock:
@@ -99,7 +98,7 @@ def _leaving_memory(then: Callable[..., Any], recorder: Recorder, given: GivenMe
 
     @functools.wraps(then)
     def leaving(future: Any, callback: Callable[[Any], Any]) -> Any:
-        return then(future, lambda done: memory(callback(done)))
+        return then(future, lambda done: map_nested(memory, callback(done)))
 
     return leaving
 

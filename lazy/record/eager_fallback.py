@@ -17,6 +17,7 @@ from torchlazy.lazy.record.lent_memory import mark_lent
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor, note_change, wrap, wrap_view, writes_with_grad
 from torchlazy.lazy.torch_private.dispatch import below_autograd, without_bits
 from torchlazy.lazy.trace.geometry import flat, geometry_like, is_dense, show_bits, with_bits
+from torchlazy.lazy.trace.nested import map_nested
 
 if TYPE_CHECKING:
     from torchlazy.lazy.record.recorder import Recorder
@@ -97,11 +98,10 @@ def run_unwrapped(
                 memory = recorder.hand_out(value, cause)
                 mark_lent(recorder, value._storage_)
                 return memory
-            if type(value) is list or type(value) is tuple:
-                return type(value)(map(real, value))
             return value
 
-        real_args, real_kwargs = real(tuple(args)), {name: real(value) for name, value in kwargs.items()}
+        real_args = map_nested(real, tuple(args))
+        real_kwargs = {name: map_nested(real, value) for name, value in kwargs.items()}
         if recorder.plan(op).written:
             recorder.rematerialize_pending()
     was_busy, recorder.busy = recorder.busy, True
@@ -131,8 +131,6 @@ def run_eagerly(
                 real = known[id(value)] = real_memory(recorder, value, cause)
                 lazies.append((value, real))
             return real
-        if isinstance(value, (list, tuple)):
-            return type(value)(unwrap(v) for v in value) if type(value) in (list, tuple) else [*map(unwrap, value)]
         if isinstance(value, torch.device) and value.type == "lazy":
             return torch.device(recorder.target)
         if isinstance(value, torch.Tensor) and device == LAZY:
@@ -144,8 +142,8 @@ def run_eagerly(
         return plain_number(value)  # autograd keeps sizes that a captured call computed
 
     with _one_read(recorder, op, reason) as cause:
-        real_args = [unwrap(a) for a in args]
-        real_kwargs = {name: unwrap(value) for name, value in kwargs.items()}
+        real_args = [map_nested(unwrap, a) for a in args]
+        real_kwargs = {name: map_nested(unwrap, value) for name, value in kwargs.items()}
         written_before = [(tensor, real, real._version) for tensor, real in lazies]
         if recorder.plan(op).written:
             recorder.rematerialize_pending()
@@ -198,11 +196,9 @@ def run_eagerly(
                 return value
             with below_autograd():
                 return recorder.new_real_tensor(value.resolve_conj().resolve_neg(), device)
-        if isinstance(value, (list, tuple)):
-            return type(value)(rewrap(v) for v in value) if type(value) in (list, tuple) else [*map(rewrap, value)]
         return value
 
-    return rewrap(result)
+    return map_nested(rewrap, result)
 
 
 def _flat(result: Any) -> Iterator[torch.Tensor]:

@@ -232,6 +232,7 @@ def _own_memory(
 ) -> list[Value]:
     """The outputs, each in memory of its own; those in `written` are in place already."""
     results: list[Value] = []
+    last = {number.number: position for position, (number, _) in enumerate(trace.outputs)}
     for position, (number, geom) in enumerate(trace.outputs):
         value = written.get(position, values[number.number])
         if position in written or isinstance(value, BaseException):
@@ -245,6 +246,8 @@ def _own_memory(
         if value.stride() != geom.strides or memory._cdata in taken or not whole:
             own = torch.empty_strided(geom.shape, geom.strides, dtype=geom.dtype, device=geom.compute)
             value = own.copy_(value)
+            if last[number.number] == position:
+                values[number.number] = memory = None  # else all outputs would be there twice
         taken.add(value.untyped_storage()._cdata)
         results.append(value)
     return results

@@ -168,7 +168,12 @@ def flatten_tree(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tu
 
     Why private: torch's pytree module has no public name, and containers of other libraries are registered there.
     """
-    leaves, spec = _pytree.tree_flatten(value, is_leaf)
+    # torch's function leaves what it is given in a reference cycle: tensors would stay until the collector runs.
+    asked = [is_leaf]
+    held, spec = _pytree.tree_flatten(value, is_leaf and (lambda node: asked[0](node)))  # type: ignore[misc]
+    leaves = held.copy()
+    held.clear()
+    asked.clear()
     return leaves, spec
 
 

@@ -343,12 +343,14 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
             operators=capture.operators,
         )
     slots.forget()
+    written_back = found.write_back_views()
+    capture.forget()
     return Captured(
         value,
         template,
         guards,
         capture.refused,
-        found.write_back_views() or capture.asked_of_views,
+        written_back or capture.asked_of_views,
         frozenset(capture.coincidences),
         aliases,
         slots,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -27,6 +28,7 @@ from torchlazy.lazy.numbers.expr import (
     places_in,
 )
 from torchlazy.lazy.numbers.tracked import node_of, traced
+from torchlazy.lazy.trace.nested import map_nested
 from torchlazy.lazy.trace.op_schema import OpPlan
 
 _ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "add_", "sub_", "mul_", "div_"})
@@ -86,14 +88,11 @@ class OperatorNumbers(CaptureRecord):
         counts = plan is not None and _accepts_int_as_float(op, args)
         plains: list[tuple[str, float]] = []
 
-        def number(value: Any, name: str) -> Any:
-            kind = type(value)
-            if kind is list or kind is tuple:
-                return kind([number(item, name) for item in value])
+        def number(name: str, value: Any) -> Any:
             node = node_of(value)
             may_enter = name in varying or name in followed
             if node is None:
-                if may_enter and kind is float:
+                if may_enter and type(value) is float:
                     if is_again and name in followed:
                         found = self._again.get(base, {}).get(value.hex())
                         if found is not None and self._current.setdefault(value.hex(), found) == found:
@@ -116,8 +115,10 @@ class OperatorNumbers(CaptureRecord):
         names = () if plan is None else plan.names
         if self._escapes and plan is not None and followed:
             args, kwargs = _with_defaults(plan, followed, args, kwargs)
-        args = tuple([number(value, names[i] if i < len(names) else "") for i, value in enumerate(args)])
-        kwargs = {name: number(value, name) for name, value in kwargs.items()}
+        args = tuple(
+            [map_nested(partial(number, names[i] if i < len(names) else ""), value) for i, value in enumerate(args)]
+        )
+        kwargs = {name: map_nested(partial(number, name), value) for name, value in kwargs.items()}
         if self._escapes:
             self._find_escapes(op, base, plains, followed, wants_gradient)
         self._note_constants(plan, base, plains, followed)

@@ -27,6 +27,7 @@ from torchlazy.lazy.ops.composites import draws_when_it_runs
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.trace.geometry import geometry, is_dense
+from torchlazy.lazy.trace.nested import map_nested
 from torchlazy.lazy.trace.op_schema import is_random
 from torchlazy.lazy.trace.storage import LazyStorage
 
@@ -57,8 +58,6 @@ def views_on_memory(
 
     def window(value: Any) -> Any:
         nonlocal fits
-        if isinstance(value, (list, tuple)):
-            return tuple(map(window, value))
         if not isinstance(value, torch.Tensor):
             node = node_of(value)
             return value if node is None else t.HostNumber(node.expression)
@@ -69,8 +68,9 @@ def views_on_memory(
             value = recorder.view_of_plain(value, recorder.storage_of_plain(value))
         return t.TensorOperand(memory_of(value._storage_), value._geometry)
 
-    found = window(tuple(args)), tuple([(name, window(value)) for name, value in kwargs.items()])
-    return found if fits else None
+    given = map_nested(window, tuple(args), tuple)
+    named = tuple([(name, map_nested(window, value, tuple)) for name, value in kwargs.items()])
+    return (given, named) if fits else None
 
 
 def _generator_of(recorder: Recorder, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator | None:

@@ -105,6 +105,10 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         self.generators.settle()
         self.listens = False
 
+    def forget(self) -> None:
+        """Let go of what leads back here: the call's memory would stay until Python's collector runs."""
+        del self.lengths, self.blanks, self.arrays, self.generators
+
     # ---------------------------------------------------------------- operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -163,7 +163,8 @@ class _Handle:
                 self._foreign = self._foreign or compile_with(self._backend, trace)
                 values = self._foreign.run([DEVICE.unmarked(one) for one in memory], scalars)
             elif self.compiled is not None and not driver.listeners and driver.shadow is None and not config.debug:
-                values = driver.run_compiled(self.compiled, trace, memory, scalars)
+                with below_autograd():
+                    values = driver.run_compiled(self.compiled, trace, memory, scalars)
             else:
                 kept, driver.tiers.sizes_vary = driver.tiers.sizes_vary, self._sizes_vary
                 try:

@@ -124,10 +124,9 @@ class Driver:
     def run_compiled(
         self, compiled: Compiled, trace: WhichTrace, memory: list[torch.Tensor], scalars: list[Any]
     ) -> list[torch.Tensor | BaseException]:
-        """`run_compiled`, for callers that hold a program which a cut found before (`last_compiled`). They may be under
-        autocast, which the program knows already: a product of float32 would come back narrower than its memory is."""
-        with below_autograd():
-            return run_compiled(compiled, trace, memory, scalars)
+        """`run_compiled`, for callers that hold a program which a cut found before (`last_compiled`). They are below
+        autograd and autocast: under it a product of float32 would come back narrower than its memory is."""
+        return run_compiled(compiled, trace, memory, scalars)
 
     def program_of_half(self, trace: CutTrace, frame: str, scalars: str = "arguments") -> KnownTrace:
         """What is known of one half of a joined trace, whose program is compiled at the first sight; `scalars`: how it

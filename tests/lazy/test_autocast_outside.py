@@ -1,5 +1,5 @@
-"""Programs of compiled calls know autocast's casts: autocast around the call, or around its backward, changes nothing in
-them, however they are run."""
+"""Programs know autocast's casts: autocast around a call, or around its backward, changes nothing in them, however they
+are run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def test_products_of_float32(run_in, door, around_backward):
             y, found = call(x)
             loss = y.float().square().mean() + found.sum()
             if around_backward and loss.requires_grad:
+                float(loss)  # what is deferred runs here
                 loss.backward()
+                float(model.last.bias.grad.sum())
         if not around_backward and loss.requires_grad:
             loss.backward()
         grads = [p.grad for p in model.parameters() if p.grad is not None]

@@ -40,13 +40,15 @@ def compiled_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize("around_backward", [False, True])
-@pytest.mark.parametrize("door", ["module", "step", "inference", "mode", "device"])
+@pytest.mark.parametrize("door", ["module", "step", "inference", "backend", "mode", "device"])
 def test_products_of_float32(run_in, door, around_backward):
     torch.manual_seed(0)
     eager = Attention()
     ours = copy.deepcopy(eager).to("lazy" if door == "device" else "cpu")
     device = "lazy" if door == "device" else "cpu"
     forward = torchlazy.compile(ours) if door in ("module", "inference") else ours
+    if door == "backend":
+        forward = torchlazy.compile(ours, backend=lambda graph, inputs: graph.forward)
 
     def step(model, call, x):
         with torch.autocast(x.device.type, dtype=torch.bfloat16):
@@ -76,5 +78,5 @@ def test_products_of_float32(run_in, door, around_backward):
         for a, b in zip(found, wanted, strict=True):
             assert a.dtype == b.dtype
             assert float((a.cpu().float() - b.float()).norm()) <= 3e-2 * float(b.float().norm())
-    if door in ("module", "inference"):
+    if door in ("module", "inference", "backend"):
         assert forward.report().replays

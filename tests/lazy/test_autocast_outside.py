@@ -40,7 +40,7 @@ def compiled_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize("around_backward", [False, True])
-@pytest.mark.parametrize("door", ["module", "step", "inference", "backend", "mode", "device"])
+@pytest.mark.parametrize("door", ["module", "step", "inference", "backend", "bridge", "mode", "device"])
 def test_products_of_float32(run_in, door, around_backward):
     torch.manual_seed(0)
     eager = Attention()
@@ -49,6 +49,8 @@ def test_products_of_float32(run_in, door, around_backward):
     forward = torchlazy.compile(ours) if door in ("module", "inference") else ours
     if door == "backend":
         forward = torchlazy.compile(ours, backend=lambda graph, inputs: graph.forward)
+    elif door == "bridge":
+        forward = torch.compile(ours, backend="torchlazy")
 
     def step(model, call, x):
         with torch.autocast(x.device.type, dtype=torch.bfloat16):

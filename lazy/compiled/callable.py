@@ -383,6 +383,7 @@ class CompiledCallable:
         return bool(name)
 
     def _add(self, signature: CallSignature, captured: Captured) -> None:
+        assert captured.template is not None
         signature.refusals = 0
         self._numbers.captured(captured)
         replay = self._replay(captured.template, self._handle)

@@ -151,7 +151,7 @@ class InlineCache:
                 if race.is_over:
                     entry.race = None
             leaves = None if given is None or native is None else native.call.run(given)
-            if leaves is None:
+            if leaves is None or native is None:
                 continue
             if self._audits:
                 variant.schedule.due()

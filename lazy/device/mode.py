@@ -358,7 +358,7 @@ class RecordedBlock:
 
     def __init__(self, of_device: bool = False) -> None:
         self._of_device = of_device
-        self._open: list[tuple[_Readers, _Operators, bool]] = []
+        self._open: list[tuple[_Readers, _Operators, int]] = []
 
     def __enter__(self) -> None:
         recorder = self.recorder

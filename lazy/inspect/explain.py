@@ -136,7 +136,7 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
         count(op, reason)
 
     recorder.keep_frames = True
-    recorder.on_eager = note  # type: ignore[method-assign]
+    recorder.on_eager = note  # type: ignore[method-assign,assignment]
     driver.listeners.append(events.append)
     reads = sync_budget(sys.maxsize)
     try:

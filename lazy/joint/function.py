@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -406,7 +406,10 @@ def _by_wanted(
 
 
 def _differentiably(
-    call: _JointCall, held: dict[Source, torch.Tensor], tangents: Sequence[torch.Tensor | None], wanted: Sequence[Any]
+    call: _JointCall,
+    held: Mapping[Source, torch.Tensor | None],
+    tangents: Sequence[torch.Tensor | None],
+    wanted: Sequence[Any],
 ) -> Sequence[torch.Tensor | None]:
     """The gradients under autograd, for `create_graph=True`."""
     double = call.joint.double
@@ -417,7 +420,7 @@ def _differentiably(
     for source, geom in zip(double.inputs, geometries, strict=True):
         tangent = tangents[source.index] if source.kind == "tangent" else None
         if source.kind != "tangent":
-            inputs.append(held[source])
+            inputs.append(held[source])  # type: ignore[arg-type]
         elif isinstance(tangent, LazyTensor) and tangent._storage_.base.meta == geom.meta == tangent._geometry.meta:
             inputs.append(tangent)  # itself, so that torch notices if it is changed in place
         else:

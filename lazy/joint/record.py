@@ -322,7 +322,7 @@ def _nothing_runs(recorder: Recorder) -> Iterator[None]:
     def refuse_write(op: torch._ops.OpOverload) -> None:
         raise CannotRecordJoint(f"the backward calls {op} on ordinary tensors, which writes at once")
 
-    recorder.on_cut, recorder.on_eager = refuse_cut, refuse_eager  # type: ignore[method-assign]
+    recorder.on_cut, recorder.on_eager = refuse_cut, refuse_eager  # type: ignore[method-assign,assignment]
     recorder.on_draw, recorder.on_host_write = refuse_draw, refuse_write  # type: ignore[method-assign]
     try:
         with checkpointing.entered_once_more(), retain_graphs():

@@ -42,7 +42,7 @@ class NativeDevice:
             "__dlpack_device__": (self._lent, told),
         }
         for name, (way, asks) in ways.items():
-            setattr(torch.Tensor, name, _otherwise(getattr(torch.Tensor, name), way, asks))
+            setattr(torch.Tensor, name, _otherwise(getattr(torch.Tensor, name), way, asks))  # type: ignore[arg-type]
         register_optimizer_step_post_hook(lambda *_: BLOCKS.cut("optimizer step") if self.target else None)
 
     def install(self, recorder: Recorder) -> None:

@@ -78,7 +78,7 @@ def _is_for_library(recorder: Recorder, tensors: Sequence[torch.Tensor]) -> bool
     return (
         recorder.target == "cpu"
         and torch.backends.mkldnn.is_available()
-        and torch.backends.mkldnn.enabled
+        and bool(torch.backends.mkldnn.enabled)
         and not torch.is_autocast_enabled("lazy")
         and tensors[0].numel() > 0
         and all(isinstance(t, LazyTensor) and t._geometry.device == LAZY for t in tensors)

@@ -29,7 +29,7 @@ _COPIES = {None, torch.preserve_format, torch.contiguous_format}
 class Records(Protocol):
     """A recorder of operators."""
 
-    counted: int
+    ops_recorded: int
 
     def twin(self, source: LazyTensor) -> LazyTensor:
         """The same view of the same storage."""

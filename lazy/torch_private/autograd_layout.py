@@ -120,4 +120,4 @@ def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> No
     Why private: writes of a backward that is only recorded are taken back, which counters cannot be told in public.
     """
     if tensors:
-        torch._C._autograd._unsafe_set_version_counter(tensors, versions)  # type: ignore[attr-defined]
+        torch._C._autograd._unsafe_set_version_counter(tensors, versions)  # type: ignore[attr-defined,arg-type]

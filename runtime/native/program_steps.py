@@ -84,9 +84,9 @@ class _Steps:
             kernel = self.kernels[step.kernel]
             function = self._function(kernel, step.buffers, step.sizes)
             scalars = [self.scalars[name] for name in step.scalars]
-            sizes = list(map(int, step.sizes)), self._moved(step.sizes)
+            now, moved = list(map(int, step.sizes)), self._moved(step.sizes)
             buffers = [self.slot(name) for name in step.buffers]
-            return "launch", function, buffers, scalars, *sizes, list(kernel.source.index_checks)
+            return "launch", function, buffers, scalars, now, moved, list(kernel.source.index_checks)
         if isinstance(step, ForeachLaunch):
             kernel = self.kernels[step.kernel]
             given = [row for row in step.rows if not (row[1] and row[1][0] == 0)]

@@ -290,7 +290,7 @@ def _interpreted_launcher(kernel: TritonKernel, sizes: Sizes) -> Launcher:
 
 
 def _has_programs(kernel: TritonKernel, device: str, sizes: Sizes) -> bool:
-    return kernel.source.dynamic or bool(_grid_and_extras(kernel, device, sizes)[0])
+    return bool(kernel.source.dynamic) or bool(_grid_and_extras(kernel, device, sizes)[0])
 
 
 def _compiled_launcher(kernel: TritonKernel, device: str, sizes: Sizes, *, aligned: bool = True) -> Launcher:

@@ -89,8 +89,8 @@ class Versions:
     def with_unraised(self, step: JointRun) -> JointRun:
         """The step that knows which of its inputs are written without raising a version. Ask `raised` before."""
         found = set()
-        for write in (*step.joint.writes, *step.joint.updates):
-            memory, _ = step.inputs[write.input]
+        for position in (*(w.input for w in step.joint.writes), *(u.input for u in step.joint.updates)):
+            memory, _ = step.inputs[position]
             storage: LazyStorage | None = None
             if isinstance(memory, FromState):
                 storage = memory.storage
@@ -99,7 +99,7 @@ class Versions:
             elif isinstance(memory, FromArgument):
                 storage = self._of_leaves.get(memory.leaf)
             if storage is not None and storage not in self._memories:
-                found.add(write.input)
+                found.add(position)
         return replace(step, unraised=frozenset(found))
 
 

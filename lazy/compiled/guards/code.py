@@ -468,6 +468,7 @@ def _is_asked_by_text(after: Sequence[dis.Instruction]) -> bool:
     """Whether a table that a call gives is asked for a constant key, and is not kept."""
     rest = iter([one for one in after[:8] if not one.opname.startswith(("CALL", "PRECALL"))])
     one = next(rest, None)
+    ends: tuple[str, ...]
     if one is not None and one.argval in ("get", "pop", "setdefault"):
         one, ends = next(rest, None), ("LOAD_CONST", "POP_TOP", "STORE_", "RETURN_VALUE")
     else:

@@ -48,7 +48,9 @@ _LINK: Any = next(
 )
 _LOCK: Any = type(threading.Lock())
 _VIEWS: tuple[Any, ...] = tuple(
-    type(view) for kind in (dict, OrderedDict) for view in (kind().keys(), kind().values(), kind().items())
+    type(view)
+    for kind in (dict[Any, Any], OrderedDict[Any, Any])
+    for view in (kind().keys(), kind().values(), kind().items())
 )
 _RENAMED = (id, hash, globals, eval, exec)  # what they do depends on the name by which code calls them
 _MANY = 64  # most results in a cache that are guarded

@@ -6,13 +6,20 @@ Invariant: an expression is data. Evaluating it is exact integer arithmetic, but
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
 Number: TypeAlias = "int | float | SizeExpr"
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv,
+    "truediv": operator.truediv, "sqrt": torch.sym_sqrt, "rsqrt": lambda x: x**-0.5, "float": torch.sym_float,
+}  # fmt: skip
+"""What each operator of sizes computes."""
 
 _INFIX = {"add": " + ", "sub": " - ", "mul": "*", "floordiv": "//", "truediv": "/"}
 
@@ -82,24 +89,7 @@ def evaluate(value: Any, sizes: Mapping[str, int]) -> Any:
         return value
     if value.op == "size":
         return sizes[value.args[0]]
-    parts = [evaluate(a, sizes) for a in value.args]
-    if value.op == "add":
-        return parts[0] + parts[1]
-    if value.op == "sub":
-        return parts[0] - parts[1]
-    if value.op == "mul":
-        return parts[0] * parts[1]
-    if value.op == "floordiv":
-        return parts[0] // parts[1]
-    if value.op == "truediv":
-        return parts[0] / parts[1]
-    if value.op == "sqrt":
-        return torch.sym_sqrt(parts[0])
-    if value.op == "rsqrt":
-        return parts[0] ** -0.5
-    if value.op == "float":
-        return torch.sym_float(parts[0])
-    raise ValueError(f"no operator {value.op!r} of sizes")
+    return OPERATORS[value.op](*(evaluate(a, sizes) for a in value.args))
 
 
 def names_in(value: Any) -> frozenset[str]:
@@ -142,4 +132,16 @@ def linear(name: str, scale: int, offset: int) -> Number:
     return add(mul(scale, symbol(name)), offset)
 
 
-__all__ = ["Number", "SizeExpr", "add", "evaluate", "floordiv", "linear", "mul", "names_in", "solve", "symbol"]
+__all__ = [
+    "OPERATORS",
+    "Number",
+    "SizeExpr",
+    "add",
+    "evaluate",
+    "floordiv",
+    "linear",
+    "mul",
+    "names_in",
+    "solve",
+    "symbol",
+]

@@ -10,20 +10,17 @@ model's code, are tuples and dicts there.
 
 from __future__ import annotations
 
-import operator
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx.traceback import preserve_node_meta
-from torchlazy.lazy.export.expressions import SizeExpr, evaluate
+from torchlazy.lazy.export.expressions import OPERATORS, SizeExpr, evaluate
 from torchlazy.lazy.export.front_door import ExportError
 from torchlazy.lazy.export.graph import ExportedGraph, InputSpec, SizeSpec
 from torchlazy.lazy.export.module import FRAME, GraphCalls, Parameter, in_order
 from torchlazy.lazy.export.tree import Tree, unflatten_plain
-
-_OPERATORS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv}
 
 
 def to_exported_program(graph: ExportedGraph, state: Mapping[str, torch.Tensor]) -> torch.export.ExportedProgram:
@@ -158,7 +155,7 @@ def _dim_of(expr: Any, dims: Mapping[str, Any]) -> Any:
     if expr.op == "size":
         return dims[expr.args[0]]
     a, b = (_dim_of(arg, dims) for arg in expr.args)
-    return _OPERATORS[expr.op](b, a) if isinstance(a, int) and expr.op in ("add", "mul") else _OPERATORS[expr.op](a, b)
+    return OPERATORS[expr.op](b, a) if isinstance(a, int) and expr.op in ("add", "mul") else OPERATORS[expr.op](a, b)
 
 
 def _hint(expr: SizeExpr, bounds: Mapping[str, tuple[int, int | None]]) -> Any:

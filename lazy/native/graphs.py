@@ -19,7 +19,7 @@ from torchlazy.lazy.record.recorder import current
 from torchlazy.lazy.report import metrics
 from torchlazy.lazy.torch_private.patches import exclude_from_dynamo
 from torchlazy.lazy.trace.trace import CutTrace, compute_device
-from torchlazy.runtime.cuda.graph import GraphedProgram
+from torchlazy.runtime.cuda.graph import GraphedProgram, address_of
 from torchlazy.runtime.executor import Executable
 
 _SETTLED = 3  # runs whose inputs are compared before a graph is captured
@@ -139,7 +139,7 @@ class RunsInPython:
             lock.release()
 
     def _look(self, memory: list[torch.Tensor]) -> None:
-        addresses = [tensor.data_ptr() for tensor in memory]
+        addresses = [address_of(tensor) for tensor in memory]
         if self._runs:
             pairs = zip(addresses, self._addresses, strict=True)
             moved = [number for number, (now, before) in enumerate(pairs) if now != before]

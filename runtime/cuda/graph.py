@@ -12,8 +12,8 @@ are known, and `run` then what is left.
 A capture runs nothing, so that it holds no more than a run does. Where it is refused, the program is run first, as
 libraries may want, on state that is kept on the host meanwhile, and captured again.
 
-Invariant: a replay gives what `Executable.run` gives for the same inputs; it is refused where an input that was said to
-stay has moved.
+Invariant: a replay gives what `Executable.run` gives for the same inputs, if none that was said to stay has moved
+(`moved`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from torchlazy.runtime.program.program import ExternCall
 from torchlazy.runtime.program.stages import Border
 
 T_co = TypeVar("T_co", covariant=True)
+# A tensor's own method asks first what is deferred, inside a native block; the one that it overrides does not.
+address_of: Any = getattr(torch.Tensor.__mro__[1], "data_ptr")  # noqa: B009
 
 
 class ByPosition(Protocol[T_co]):
@@ -66,8 +68,9 @@ class GraphedProgram:
             _StageGraph(reads, GraphNumbers([program.inputs[len(inputs) + n][1].dtype for n in reads.scalars], device))
             for reads in reads_of_stages(run, len(inputs), scalars)
         ]
-        self._addresses = [tensor.data_ptr() if stay else 0 for tensor, stay in zip(inputs, stays, strict=True)]
+        self._addresses = [address_of(tensor) if stay else 0 for tensor, stay in zip(inputs, stays, strict=True)]
         self._stays = tuple(stays)
+        self._fixed = [(i, self._addresses[i]) for i, stay in enumerate(stays) if stay]
         self._inputs = [tensor if stay else room_like(tensor) for tensor, stay in zip(inputs, stays, strict=True)]
         self._moving = [i for i, stay in enumerate(stays) if not stay]
         self._launched_at = -1  # how many graphs the device had replayed after the last stage that was launched
@@ -111,7 +114,7 @@ class GraphedProgram:
         and nothing is run, if an input that stays has moved, or what earlier stages left is gone. They go in order."""
         if stage and not self.holds_launched():
             return False
-        if any(self._stays[i] and tensor.data_ptr() != self._addresses[i] for i, tensor in inputs.items()):
+        if any(self._stays[i] and address_of(tensor) != self._addresses[i] for i, tensor in inputs.items()):
             return False
         self._replay(self._stages[stage], inputs, scalars)
         self._launched_at = self._memory.replays
@@ -123,9 +126,7 @@ class GraphedProgram:
 
     def run(self, inputs: Sequence[torch.Tensor], scalars: Sequence[float], launched: int = 0) -> list[torch.Tensor]:
         """The outputs for these inputs: donated ones in place, the others in new memory. So many stages were launched
-        for them before. ValueError if one moved."""
-        if self.moved(inputs):
-            raise ValueError("GraphedProgram.run: an input that stays has moved; capture the program again")
+        for them before. The caller has asked `moved`."""
         for stage in self._stages[launched:]:
             self._replay(stage, inputs, scalars)
         outputs: list[torch.Tensor] = []
@@ -138,8 +139,7 @@ class GraphedProgram:
 
     def moved(self, inputs: Sequence[torch.Tensor]) -> list[int]:
         """Which of the inputs that stay are elsewhere now."""
-        each = zip(self._stays, inputs, self._addresses, strict=True)
-        return [i for i, (stay, tensor, address) in enumerate(each) if stay and tensor.data_ptr() != address]
+        return [i for i, address in self._fixed if address_of(inputs[i]) != address]
 
     def _launch(self) -> list[torch.Tensor]:
         pairs = [zip(stage.reads.scalars, stage.numbers.tensors, strict=True) for stage in self._stages]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torchlazy.runtime.cuda.graph import CannotCapture, GraphNumbers, room_like, run_and_take_back, why_not
+from torchlazy.runtime.cuda.graph import CannotCapture, GraphNumbers, address_of, room_like, run_and_take_back, why_not
 from torchlazy.runtime.cuda.graph_memory import GraphMemory, graph_memory, memory_of_its_own
 from torchlazy.runtime.executor import Executable
 from torchlazy.runtime.program.memory_plan import peak_bytes
@@ -130,7 +130,7 @@ class GraphedPair:
             [
                 number
                 for number, (stay, value, address) in enumerate(zip(stays, values, known, strict=True))
-                if stay and (value is None or value.data_ptr() != address)
+                if stay and (value is None or address_of(value) != address)
             ]
             for stays, values, known in zip(self._stays, (memory, later), self._addresses, strict=True)
         )
@@ -142,7 +142,7 @@ class GraphedPair:
         if self._memory.replays != self._ran_at:
             raise RuntimeError("another CUDA graph ran between the halves of a step: what crosses is lost")
         for stay, value, address in zip(self._stays[1], memory, self._addresses[1], strict=True):
-            if stay and value.data_ptr() != address:
+            if stay and address_of(value) != address:
                 raise RuntimeError("memory that stays has moved between the halves of a step")
         for wire in self._wires:
             if wire.kind == "own" and wire.place is not None and not self._stays[1][wire.place]:
@@ -232,4 +232,4 @@ class GraphedPair:
 
 
 def _address(value: torch.Tensor | None) -> int:
-    return 0 if value is None else value.data_ptr()
+    return 0 if value is None else address_of(value)

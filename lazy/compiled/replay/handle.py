@@ -114,12 +114,9 @@ class ProgramHandle:
 
     def run_as_captured(self, memory: list[torch.Tensor], scalars: list[Any]) -> list[Any] | None:
         """What the graph gives; None, and nothing was run, where there is none over this memory."""
-        if self._graph is None:
+        if self._graph is None or self._graph.moved(memory):
             return None
-        try:
-            values = self._graph.run(memory, scalars)
-        except ValueError:  # parameters were moved
-            return None
+        values = self._graph.run(memory, scalars)
         metrics.graph_replays += 1
         return list(values)
 

@@ -65,6 +65,7 @@ from torchlazy.lazy.config import config, with_dynamic
 from torchlazy.lazy.device.block_hooks import HOOKS
 from torchlazy.lazy.device.mode import lazy_mode
 from torchlazy.lazy.device.outside_mode import outside_lazy_mode
+from torchlazy.lazy.joint.graphs import GraphRooms
 from torchlazy.lazy.native.block import BLOCKS
 from torchlazy.lazy.numbers.questions import SizeQuestions
 from torchlazy.lazy.ops.collective_log import COLLECTIVE_LOG
@@ -98,6 +99,7 @@ class CompiledCallable:
         self._evictions = 0
         self._orders = GradientOrders(function, self._label, self._forget_and_note)
         self._writes_views = False
+        self._graphs = GraphRooms()
         self._slots: set[str] = set()  # names of places whose values calls replace: slots
         self._appended: set[str] = set()  # names of lists that calls only append to
         self._moving: set[str] = set()  # names of tensors whose memory calls replace
@@ -398,7 +400,8 @@ class CompiledCallable:
         return self._replay(template, handle)
 
     def _replay(self, template: Any, handle: Any) -> Replay:
-        return Replay(self.recorder, template, handle, self._orders.deeper, self.settings.backend)
+        graphs = self._graphs if self.settings.mode != "default" and self.settings.backend is None else None
+        return Replay(self.recorder, template, handle, self._orders.deeper, self.settings.backend, graphs)
 
     def _late_replay(self, template: Any, late: UnbackedForm, symbols: Sequence[int]) -> Replay:
         return UnbackedReplay(

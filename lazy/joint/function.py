@@ -24,6 +24,7 @@ import torch
 from torchlazy.lazy.config import config
 from torchlazy.lazy.device.outside_mode import outside_lazy_mode
 from torchlazy.lazy.joint.apart import Kept
+from torchlazy.lazy.joint.graphs import JointGraphs
 from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.plan.joint import Joint, Output, ScalarSource, Source
 from torchlazy.lazy.record.lent_memory import is_pinned
@@ -112,6 +113,7 @@ class JointHandles:
         self, sizes_vary: bool = False, same_inputs: bool = False, backend: Callable[..., Any] | None = None
     ) -> None:
         self.same_inputs = same_inputs
+        self.graphs: JointGraphs | None = None
         self._backend = backend
         self.is_whole: list[
             bool
@@ -198,6 +200,7 @@ class _JointCall:
     deeper: DeeperBackward | None = None
     outer: tuple[int, ...] = ()
     unraised: Collection[int] = ()  # inputs that the function writes to without raising their version
+    lease: Any = None  # of the memory of the graphs that ran the forward
 
 
 def run_joint(
@@ -318,6 +321,7 @@ class _JointFunction(torch.autograd.Function):
         held += wanted if joint.double is not None or call.outer else ()
         ctx.kept = Kept(freed, held) if freed else ctx.save_for_backward(*held)
         ctx.call = _JointCall(call.recorder, joint, (), call.scalars, call.cause, call.handles, call.deeper, call.outer)
+        ctx.call.lease, call.lease = call.lease, None
         ctx.write_targets = [call.inputs[write.input] for write in joint.backward_writes]
         ctx.inner = [] if call.outer else [(weakref.ref(results[i]), users) for i, users in joint.inner]
         return results
@@ -338,9 +342,12 @@ def _saved(ctx: Any, gradients: Sequence[Maybe]) -> Sequence[Maybe]:
 
 
 def _backward(ctx: Any, saved: Sequence[Maybe], gradients: Sequence[Maybe]) -> Sequence[Maybe]:
-    if is_batched(gradients):
-        return one_by_one(lambda one: _backward(ctx, saved, one), gradients)
     call: _JointCall = ctx.call
+    if is_batched(gradients):
+        lease, call.lease = call.lease, None  # a graph's backward runs once
+        found = one_by_one(lambda one: _backward(ctx, saved, one), gradients)
+        call.lease = lease if lease is not None and lease.is_kept() else None
+        return found
     joint, recorder = call.joint, call.recorder
     needed = ctx.needs_input_grad[1 : 1 + len(joint.gradients)]
     unasked = [None] * (len(ctx.needs_input_grad) - 1 - len(needed))  # of a leaf that `run_joint` added
@@ -357,13 +364,18 @@ def _backward(ctx: Any, saved: Sequence[Maybe], gradients: Sequence[Maybe]) -> S
     recorder.rematerialize_pending()
     with recorder.lock, outside_lazy_mode(recorder):
         _settle(recorder, call.cause)
-        memory = [
-            _memory(recorder, tangents[s.index] if s.kind == "tangent" else held[s], geom, s.kind)
-            for s, (_, geom) in zip(joint.backward_inputs, joint.backward.inputs, strict=True)
-        ]
         scalars = _scalars(call, joint.backward_scalars)
-        handle, cause = call.handles.backward, f"backward of {call.cause}"
-        values = handle.run(recorder, joint.backward, memory, scalars, cause)
+        graphs, call.lease = call.lease, None
+        if graphs is not None and not graphs.is_kept():
+            values = graphs.backward([None if g is None else _real(recorder, g) for g in tangents], scalars)
+        else:
+            memory = [
+                _memory(recorder, tangents[s.index] if s.kind == "tangent" else held[s], geom, s.kind)
+                for s, (_, geom) in zip(joint.backward_inputs, joint.backward.inputs, strict=True)
+            ]
+            handle, cause = call.handles.backward, f"backward of {call.cause}"
+            values = handle.run(recorder, joint.backward, memory, scalars, cause)
+            call.lease = graphs
         for write, target in zip(joint.backward_writes, ctx.write_targets, strict=True):
             _overwrite(recorder, target, values[write.position])
         recorder.let_go()
@@ -477,7 +489,11 @@ def _run_forward(call: _JointCall) -> list[torch.Tensor]:
             memory = [_memory(recorder, tensor, geom, "input") for tensor, geom in pairs]
             handles.is_whole = [_is_whole(tensor, geom) for tensor, geom in pairs] if handles.same_inputs else []
         scalars = call.scalars[: len(joint.forward.scalar_kinds)]
-        values = call.handles.forward.run(recorder, joint.forward, memory, scalars, call.cause)
+        found = None if handles.graphs is None else handles.graphs.forward(recorder, joint, handles, memory, scalars)
+        if found is not None:
+            values, call.lease = found
+        else:
+            values = handles.forward.run(recorder, joint.forward, memory, scalars, call.cause)
         for write in joint.writes:
             target = call.inputs[write.input]
             _overwrite(recorder, target, values[write.position], raises=write.input not in call.unraised)
@@ -502,7 +518,7 @@ def _memory(recorder: Recorder, tensor: torch.Tensor | None, geom: Geometry, kin
     if kind == "saved":
         return tensor.detach()
     if kind == "tangent":
-        real = recorder.real(tensor, "gradient") if isinstance(tensor, LazyTensor) else tensor.detach()
+        real = _real(recorder, tensor)
         with below_autograd():
             if real.stride() == geom.strides and real.dtype == geom.dtype and not _has_gaps(real, geom):
                 return real
@@ -519,6 +535,10 @@ def _memory(recorder: Recorder, tensor: torch.Tensor | None, geom: Geometry, kin
             f"given {base.meta} with strides {base.strides} / check its guards before running it"
         )
     return storage.real
+
+
+def _real(recorder: Recorder, tangent: torch.Tensor) -> torch.Tensor:
+    return recorder.real(tangent, "gradient") if isinstance(tangent, LazyTensor) else tangent.detach()
 
 
 def _is_whole(tensor: torch.Tensor, geom: Geometry) -> bool:

@@ -267,7 +267,7 @@ def slice_trace(trace: CutTrace, results: Sequence[Value], inputs: Sequence[Valu
         if is_used:
             renamed[number.number] = slot(len(geometries))
             own.append((renamed[number.number], geom))
-            geometries.append(geom)
+            geometries.append(trace.geometries[number.number])  # as recorded: views are of that layout
     scalar_numbers: dict[int, ScalarSlot] = {}
 
     def argument(value: Any) -> Any:

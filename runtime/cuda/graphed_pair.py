@@ -10,7 +10,7 @@ is replayed between the halves of a run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,12 +28,14 @@ class Wire:
 
     `kind`: "held" and "result" are output `number` of the first program (held: for the second alone), "given" is its
     input, "own" is memory that only the second reads, "number" a number of the two. `place`: where the value stands
-    among the memory that `run_second` is given, if it does.
+    among the memory that `run_second` is given, if it does. `over`: the first program's result in whose memory an "own"
+    one may lie, if that is laid out alike and the second does not read it: it is copied out before.
     """
 
     kind: Literal["held", "result", "given", "own", "number"]
     number: int
     place: int | None = None
+    over: int | None = None
 
 
 class GraphedPair:
@@ -45,15 +47,15 @@ class GraphedPair:
         first: Executable,
         second: Executable,
         wires: Sequence[Wire],
-        shown: int,
+        shown: Sequence[int],
         memory: GraphMemory | None = None,
         *,
         is_nested: bool = False,
     ) -> None:
-        """`shown`: so many outputs of the first program are results, the others are held."""
+        """`shown`: these outputs of the first program are results, the others are held."""
         self._first, self._second = first, second
         self._wires = tuple(wires)
-        self._shown = shown
+        self._shown = tuple(shown)
         of_device = memory_of_its_own if is_nested else graph_memory
         self._memory = memory or of_device(torch.device(f"cuda:{first.device}"))
         self._stays: tuple[tuple[bool, ...], tuple[bool, ...]] = ((), ())
@@ -63,6 +65,7 @@ class GraphedPair:
         self._own: list[torch.Tensor | None] = []  # what the second graph alone reads, by place
         self._numbers: tuple[GraphNumbers, GraphNumbers]
         self._results: tuple[list[Any], list[Any]] = ([], [])
+        self._places: list[_Place] = []  # of all outputs of the first
         self._ran_at = -1  # how many graphs the device had replayed after the first half
         self._returned = {
             output: wires[given] for output, given in second.program.donations
@@ -87,7 +90,7 @@ class GraphedPair:
         self._given = [value if stay else room_like(value) for value, stay in zip(memory, stays, strict=True)]
         self._own = list(later)
         for wire, (_, meta) in zip(self._wires, self._second.program.inputs, strict=True):
-            if wire.kind == "own" and wire.place is not None and self._own[wire.place] is None:
+            if wire.kind == "own" and wire.place is not None and wire.over is None and self._own[wire.place] is None:
                 room = torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device=device)
                 self._own[wire.place] = room.zero_()  # positions, if it is run before it is loaded
         metas = [meta.dtype for _, meta in self._first.program.inputs[len(memory) :]]
@@ -119,7 +122,7 @@ class GraphedPair:
                 memory[given].copy_(self._given[given])
         return [
             memory[donated[number]] if number in donated else output.clone()
-            for number, output in enumerate(self._results[0])
+            for number, output in zip(self._shown, self._results[0], strict=True)
         ]
 
     def moved(
@@ -164,6 +167,46 @@ class GraphedPair:
             outputs.append(memory[place])
         return outputs
 
+    def lent(self, library: Any, room: Any, begins: Callable[[], bool], moved: Callable[[], None]) -> Any:
+        """The captured halves as one call at a time runs them in C++, lending what crosses to autograd: the native
+        library's `GraphedJoint`, of tangents that are the second's own memory. Raises CannotCapture where its memory is
+        not its own. `room`: the library's `GraphRoom` of the memory; `begins` is called before each replay and says
+        whether there may be one, `moved` where an input that stays is elsewhere."""
+        numbers, graphs = self._numbers, self._graphs
+        donated = dict(self._first.program.donations)
+        if self._returned or not all(self._stays[0][given] for given in donated.values()):
+            raise CannotCapture("it overwrites memory that moves")
+        shown = dict(zip(self._shown, self._results[0], strict=True))
+        given = {address_of(value): number for number, value in enumerate(self._given)}
+        outputs: list[Any] = []
+        for number, place in enumerate(self._places):
+            is_given = donated.get(number, given.get(place.address))
+            held = (place.address, place.nbytes, place.layout)
+            outputs.append(is_given if is_given is not None else shown.get(number, held))
+
+        def first(scalars: Sequence[float]) -> bool:
+            if not begins():
+                return False
+            numbers[0].load(scalars)
+            self._memory.replay(graphs[0])
+            return True
+
+        def second(scalars: Sequence[float]) -> None:
+            if not begins():
+                raise RuntimeError(
+                    "torchlazy: the forward of a compiled call was replayed outside of a torch.cuda.graph, and its "
+                    "backward is captured inside / run both inside of it, or compile with mode='default'"
+                )
+            numbers[1].load(scalars)
+            self._memory.replay(graphs[1])
+
+        given_each = zip(self._stays[0], self._given, strict=True)
+        return library.GraphedJoint({
+            "room": room, "device": self._memory.device, "first": first, "second": second, "moved": moved,
+            "inputs": [(address_of(value), None) if stays else (0, value) for stays, value in given_each],
+            "outputs": outputs, "tangents": self._own, "gradients": self._results[1],
+        })  # fmt: skip
+
     # ---------------------------------------------------------------- capturing
 
     def _refuse(self, memory: Sequence[Any], stays: Sequence[bool], scalars: Sequence[Any]) -> None:
@@ -182,13 +225,25 @@ class GraphedPair:
         second.prepare_capture()
         before, made = self._memory.captured(self._launch_first, self._room())
         # From here on only the list of inputs holds what crosses, and the second program empties that.
+        self._lay_over(made)
         inputs = self._inputs_of_second(made)
-        shown = made[: self._shown]
+        shown = [made[number] for number in self._shown]
+        places = [_Place.of(value) for value in made]
         made.clear()
         after, results = self._memory.captured(lambda: second.run(inputs, ()))
         first.fill_tables()
         second.fill_tables()
-        self._graphs, self._results = (before, after), (shown, results)
+        self._graphs, self._results, self._places = (before, after), (shown, results), places
+
+    def _lay_over(self, made: Sequence[torch.Tensor]) -> None:
+        read = {wire.number for wire in self._wires if wire.kind in ("held", "result")}
+        for wire, (_, meta) in zip(self._wires, self._second.program.inputs, strict=True):
+            if wire.over is None or wire.place is None:
+                continue
+            result = made[wire.over]
+            is_alike = (tuple(result.shape), result.stride(), result.dtype) == (meta.shape, meta.strides, meta.dtype)
+            room = torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device=self._memory.device)
+            self._own[wire.place] = result if is_alike and wire.over not in read else room.zero_()
 
     def _room(self) -> int:
         """Bytes that the two hold at most, what crosses included."""
@@ -229,6 +284,20 @@ class GraphedPair:
             if not stay:
                 room.copy_(value)
         self._numbers[0].load(scalars)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an output lies, which nothing keeps there but the graphs."""
+
+    address: int
+    nbytes: int
+    layout: tuple[list[int], list[int], torch.dtype]  # as the native library has it
+
+    @staticmethod
+    def of(value: torch.Tensor) -> _Place:
+        layout = list(value.shape), list(value.stride()), value.dtype
+        return _Place(address_of(value), value.untyped_storage().nbytes(), layout)
 
 
 def _address(value: torch.Tensor | None) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torchlazy.lazy.compiled.replay import handle as replay_handle
+from torchlazy.lazy.joint import graphs as joint_graphs
 from torchlazy.runtime.cuda import graph as cuda_graph
 from torchlazy.runtime.cuda import graphed_pair
 from torchlazy.runtime.program.program import ExternCall
@@ -179,6 +180,9 @@ def cpu_graphs(monkeypatch: pytest.MonkeyPatch, refusals: int = 0) -> GraphDevic
     """The device on which compiled calls capture from now on."""
     on = GraphDevice(refusals)
     monkeypatch.setattr(replay_handle, "compute_device", lambda trace: "cuda:0")
+    monkeypatch.setattr(joint_graphs, "compute_device", lambda trace: "cuda:0")
+    monkeypatch.setattr(joint_graphs, "prepared", lambda run: Capturable(run, on))
+    monkeypatch.setattr(joint_graphs, "memory_of_its_own", lambda device: on.of_its_own())
     for module in (cuda_graph, graphed_pair):
         monkeypatch.setattr(module, "graph_memory", lambda device: on)
     monkeypatch.setattr(graphed_pair, "memory_of_its_own", lambda device: on.of_its_own())

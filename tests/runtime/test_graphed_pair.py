@@ -91,7 +91,7 @@ class _Pair:
         self.on = GraphDevice(refusals)
         self.first = _Forward(self.on, 2, 0, ())
         self.second = _Backward(self.on, 5, 1, ((0, 3),))
-        self.graphs = GraphedPair(self.first, self.second, WIRES, 2, self.on)  # type: ignore[arg-type]
+        self.graphs = GraphedPair(self.first, self.second, WIRES, range(2), self.on)  # type: ignore[arg-type]
         self.w = torch.arange(4.0)
 
     def capture(self, x: torch.Tensor) -> None:

@@ -25,6 +25,7 @@ from torchlazy.lazy.torch_private.settings import draw_seed
 from torchlazy.lazy.trace.geometry import Geometry
 from torchlazy.lazy.trace.op_schema import is_random
 from torchlazy.lazy.trace.storage import LazyStorage
+from torchlazy.runtime.executor import Executable
 
 Row = tuple[Any, ...]
 _COMPUTES = ("cpu", "cuda")
@@ -63,7 +64,14 @@ def native_replay(library: Any, replay: Replay, check: Any, holds: Any) -> Nativ
     call = library.ReplayedCall({"arguments": check, "holds": holds, **spec})
     run: Any = compiled.run
     is_overtaken = partial(run.is_overtaken, run.executable_now) if type(run) is BoundRun else None
+    if spec["graphs"] is not None:
+        last = replay.steps.steps[-1]
+        is_overtaken = partial(_is_another, replay.graphs_of(last), spec["graphs"])  # type: ignore[arg-type]
     return NativeReplay(call, compiled, written, replay.note_twins if replay.template.twins else None, is_overtaken)
+
+
+def _is_another(graphs: Any, then: Any) -> bool:
+    return graphs.current is not then
 
 
 def _described(replay: Replay) -> tuple[dict[str, Any], Compiled, tuple[LazyStorage, ...]]:
@@ -82,6 +90,7 @@ def _described(replay: Replay) -> tuple[dict[str, Any], Compiled, tuple[LazyStor
         spec, compiled, written = _of_joint(replay, step, scalars)
     else:
         raise NeedsPython("it is not one program at its end")
+    spec.setdefault("graphs", None)
     spec |= {"before": _on_host(calls), "writes": spec["writes"] or bool(calls)}
     return spec, compiled, written
 
@@ -245,6 +254,9 @@ def _of_joint(
         raise NeedsPython("parts of its graph are freed each by a backward of its own")
     forward, backward = replay.programs_of(step)
     program, last = _native(forward)
+    graphs = replay.graphs_of(step)
+    if graphs is not None and not graphs.is_given_up and graphs.current is None and type(forward.run) is Executable:
+        raise _NotYet  # replays in Python capture them
     raised, written = _written(step)
     marked = {result.index for result in template.results if type(result) is t.JointResult and result.is_marked}
     of_outputs = {joint.outputs[index].index for index in marked}
@@ -256,7 +268,7 @@ def _of_joint(
             for n, (_, geom) in zip(joint.forward_inputs, joint.forward.inputs, strict=True)
         ],
         "results": [_result_of_joint(joint, result) for result in template.results],
-        "joint": _backward(replay, step, *_native(backward)),
+        "joint": _backward(replay, step, *_native(backward)), "graphs": None if graphs is None else graphs.current,
     }  # fmt: skip
     return spec, forward, written
 

@@ -103,7 +103,7 @@ class PairGraphs:
         runs = zip(self._handles, self._programs.executables, strict=True)
         first, second = (handle.with_tuned_kernels(run) for handle, run in runs)
         try:
-            shown = len(self._joined.visible)
+            shown = range(len(self._joined.visible))
             found = GraphedPair(first, second, self._programs.wires, shown, is_nested=self._is_nested)
             found.capture(memory, inputs_that_stay(self._first, self._moving[0]), scalars, later)
         except Exception as error:  # a library call that a capture refuses: the programs run as they are

@@ -41,6 +41,7 @@ from torchlazy.lazy.compiled.replay.state import ReplayState, copied, memory_cop
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.compiled.template.arguments import flat
 from torchlazy.lazy.joint.function import DeeperBackward, JointBackward, JointHandles, run_joint
+from torchlazy.lazy.joint.graphs import GraphRooms, JointGraphs
 from torchlazy.lazy.numbers.expr import evaluator, hold, places_in
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.torch_private.dispatch import below_autograd, tensor_readers
@@ -78,7 +79,9 @@ class Replay:
         handles: Handles,
         deeper: Deeper | None = None,
         backend: Callable[..., Any] | None = None,
+        graphs: GraphRooms | None = None,
     ) -> None:
+        """`graphs`: the memory of the callable's CUDA graphs, where joints are to be such."""
         self._deeper = deeper
         self._can_be_called_again = can_be_called_again(template)
         self.recorder = recorder
@@ -92,6 +95,10 @@ class Replay:
         self._first = first
         self._ends_with_joint = bool(steps) and type(steps[-1]) is t.JointRun
         self._joints = {id(step): JointHandles(backend=backend) for step in steps if isinstance(step, t.JointRun)}
+        for step in steps if graphs is not None else ():
+            if isinstance(step, t.JointRun):
+                stays = [isinstance(step.inputs[n][0], t.FromState) for n in step.joint.forward_inputs]
+                self._joints[id(step)].graphs = graphs.graphs_of(step.joint, stays)  # type: ignore[union-attr]
         segments = [step for step in steps if isinstance(step, t.Segment)]
         self._kept = {id(step): list(map(_storage_of, step.inputs)) for step in segments}
         self._written = {id(step): list(map(_storage_of, step.targets)) for step in segments}
@@ -165,6 +172,10 @@ class Replay:
     def runs_graph(self, segment: t.Segment) -> bool:
         """Whether the segment is to be a CUDA graph."""
         return self._handles[id(segment)].wants_graph
+
+    def graphs_of(self, step: t.JointRun) -> JointGraphs | None:
+        """The CUDA graphs that are to run the joint, if any."""
+        return self._joints[id(step)].graphs
 
     def programs_of(self, step: t.JointRun) -> tuple[Any, Any]:
         """The same of the joint's forward and backward."""

@@ -35,6 +35,12 @@ class NativeProgram {
     if (PyErr_Occurred()) throw py::error_already_set();
     return found;
   }
+  py::object number_of(size_t place, int64_t word) const { return scalar_is_float_.at(place) ? py::object(py::float_(std::bit_cast<double>(word))) : py::object(py::int_(word)); }
+  py::list numbers_of(const Words& words) const {
+    py::list found;
+    for (size_t i = 0; i < words.size(); ++i) found.append(number_of(i, words[i]));
+    return found;
+  }
   // The outputs; what an output's donation could not be computed in is copied there. Empties `inputs`; where a step
   // raises, `failed` is its number and `inputs` has those that are still held.
   std::vector<at::Tensor> run(std::vector<at::Tensor>& inputs, const Words& scalars) const;
@@ -60,6 +66,9 @@ class NativeProgram {
     auto t = at::detail::make_tensor<TensorImpl>(c10::Storage(on.unsafeGetTensorImpl()->unsafe_storage()), DispatchKeySet(on.is_cpu() ? DispatchKey::CPU : DispatchKey::CUDA), c10::scalarTypeToTypeMeta(layout.dtype));
     t.unsafeGetTensorImpl()->set_sizes_and_strides(layout.sizes, layout.strides, bytes / item + offset);
     return t;
+  }
+  static int64_t address(const at::Tensor& t) {
+    return reinterpret_cast<int64_t>(static_cast<char*>(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get()) + t.storage_offset() * t.itemsize());
   }
 
  private:
@@ -101,9 +110,6 @@ class NativeProgram {
   int device_;  // -1: the CPU
   mutable std::atomic<bool> has_run_ = false;
 
-  static int64_t address(const at::Tensor& t) {
-    return reinterpret_cast<int64_t>(static_cast<char*>(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get()) + t.storage_offset() * t.itemsize());
-  }
   static void check(int status, const std::vector<std::string>& checks) {
     if (!status) return;
     const std::string what = status > 0 && size_t(status) <= checks.size() ? checks[status - 1] : "status " + std::to_string(status);

@@ -1756,6 +1756,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<ReplayedCall>(m, "ReplayedCall")
       .def(py::init<const py::dict&>())
       .def("run", torch::wrap_pybind_function([](const ReplayedCall& call, const py::tuple& given) { return call.run(given); }));
+  py::class_<GraphRoom, std::shared_ptr<GraphRoom>>(m, "GraphRoom").def(py::init<>());
+  py::class_<GraphedJoint, std::shared_ptr<GraphedJoint>>(m, "GraphedJoint")
+      .def(py::init<const py::dict&>())
+      .def("forward", torch::wrap_pybind_function([](const GraphedJoint& graphs, const std::vector<at::Tensor>& inputs, const py::object& numbers) -> py::object {
+        const AsProgram as_program;
+        auto found = graphs.forward(inputs, numbers);
+        if (!found) return py::none();
+        return py::make_tuple(found->first, py::capsule(new GraphedJoint::Lease(std::move(found->second)), [](void* lease) { delete static_cast<GraphedJoint::Lease*>(lease); }));
+      }))
+      .def("backward", torch::wrap_pybind_function([](const GraphedJoint& graphs, const py::list& given, const py::object& numbers) {
+        const AsProgram as_program;
+        std::vector<at::Tensor> tangents;
+        for (auto item : given) tangents.push_back(item.is_none() ? at::Tensor() : py::cast<at::Tensor>(item));
+        return graphs.backward(tangents, numbers);
+      }));
+  m.def("keeps_graph", [] { return torch::autograd::get_current_graph_task_keep_graph(); });
   py::class_<Sample, std::shared_ptr<Sample>>(m, "Sample")
       .def("log", [](const Sample& s) { return dump(s, -1); })
       .def("log_with", &dump_with, py::arg("numbers"), py::arg("only") = -1)

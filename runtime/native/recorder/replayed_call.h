@@ -16,6 +16,7 @@
 #include <torch/custom_class.h>
 
 #include "deferred.h"
+#include "graphed_joint.h"
 #include "program.h"
 
 namespace torchlazy {
@@ -217,6 +218,8 @@ struct JointState : torch::CustomClassHolder {
   std::vector<c10::weak_intrusive_ptr<TensorImpl, c10::UndefinedTensorImpl>> inner;  // results that others are computed from
   std::vector<int64_t> versions;  // of the wanted inputs, and of the tensors among the arguments
   py::object given, numbers;      // the arguments, and the scalars as Python has them
+  std::shared_ptr<const GraphedJoint> graphs;  // that ran the forward, if they did
+  GraphedJoint::Lease lease;                   // as long as the other one can run
   ~JointState() override {
     if (Py_IsInitialized()) {
       py::gil_scoped_acquire gil;
@@ -288,9 +291,21 @@ struct JointFunction : torch::autograd::Function<JointFunction> {
       return found;
     };
     if (!is_plain) return in_python();
-    const bool is_proven = joint.backward->has_run();
+    const bool is_proven = joint.backward->has_run(), is_kept = torch::autograd::get_current_graph_task_keep_graph();
     std::vector<at::Tensor> made;
-    try {
+    if (state->lease && !is_kept) {
+      py::gil_scoped_acquire gil;
+      const AsProgram as_program;
+      const GraphedJoint::Lease lease = std::move(state->lease);
+      saved_of(*ctx).clear();
+      held.clear();
+      py::list numbers;
+      for (size_t i = 0; i < joint.scalars.size(); ++i) {
+        const auto& [number, word] = joint.scalars[i];
+        numbers.append(number < 0 ? joint.backward->number_of(i, word) : state->numbers.is_none() ? joint.backward->number_of(i, state->scalars[number]) : py::object(state->numbers[py::int_(number)]));
+      }
+      with_errors_of_python([&] { made = state->graphs->backward(tangents, numbers); });
+    } else try {
       const AsProgram as_program;
       std::vector<at::Tensor> memory;
       for (const auto& [is_tangent, index, layout] : joint.reads) {
@@ -299,7 +314,7 @@ struct JointFunction : torch::autograd::Function<JointFunction> {
       }
       NativeProgram::Words scalars;
       for (const auto& [number, word] : joint.scalars) scalars.push_back(number < 0 ? word : state->scalars[number]);
-      if (is_proven && !torch::autograd::get_current_graph_task_keep_graph()) {  // each value goes after its last reader
+      if (is_proven && !is_kept) {  // each value goes after its last reader
         saved_of(*ctx).clear();  // as the engine does once the node is done
         held.clear();
       }
@@ -373,6 +388,7 @@ class ReplayedCall {
     for (auto item : spec["raised"]) raised_.push_back(py::cast<at::Tensor>(item));
     writes_ = py::cast<bool>(spec["writes"]);
     if (!spec["before"].is_none()) before_ = spec["before"];
+    if (!spec["graphs"].is_none()) graphs_ = py::cast<std::shared_ptr<const GraphedJoint>>(spec["graphs"]);
     if (!spec["joint"].is_none()) joint_ = std::make_shared<JointPart>(py::cast<py::dict>(spec["joint"]));
   }
 
@@ -385,14 +401,19 @@ class ReplayedCall {
     if (numbers_) numbers = numbers_(given), drawn = program_->words_of(numbers);
     const NativeProgram::Words& scalars = numbers_ ? drawn : scalars_;
     std::vector<at::Tensor> outputs;
+    GraphedJoint::Lease lease;
     try {
       settle_pending();
       std::vector<at::Tensor> inputs;
       inputs.reserve(inputs_.size());
       for (const Input& i : inputs_) inputs.push_back(i.given.argument < 0 ? i.given.kept : NativeProgram::window(i.given.in(given), i.layout, 0));
-      py::gil_scoped_release release;
       const AsProgram as_program;
-      outputs = program_->run(inputs, scalars);
+      if (graphs_)
+        if (auto found = graphs_->forward(inputs, numbers ? numbers : program_->numbers_of(scalars))) std::tie(outputs, lease) = std::move(*found);
+      if (!lease) {
+        py::gil_scoped_release release;
+        outputs = program_->run(inputs, scalars);
+      }
     } catch (const std::exception&) {
       if (writes_) throw;
       return py::none();  // Python does it again, and says what is wrong
@@ -403,7 +424,7 @@ class ReplayedCall {
       made.push_back(NativeProgram::window(outputs[m.output], m.layout, m.offset));
       if (m.is_marked) mark(made.back());
     }
-    if (joint_) made = with_graph(outputs, made, given, scalars, numbers);
+    if (joint_) made = with_graph(outputs, made, given, scalars, numbers, std::move(lease));
     py::list found(results_.size());
     for (size_t n = 0; n < results_.size(); ++n) {
       const Result& r = results_[n];
@@ -433,11 +454,13 @@ class ReplayedCall {
   std::vector<at::Tensor> raised_;  // written tensors whose version tells so
   bool writes_ = false;
   std::shared_ptr<const JointPart> joint_;
+  std::shared_ptr<const GraphedJoint> graphs_;
 
-  std::vector<at::Tensor> with_graph(std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& made, const py::tuple& given, const NativeProgram::Words& scalars, const py::object& numbers) const {
+  std::vector<at::Tensor> with_graph(std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& made, const py::tuple& given, const NativeProgram::Words& scalars, const py::object& numbers, GraphedJoint::Lease lease) const {
     auto state = c10::make_intrusive<JointState>();
     state->joint = joint_, state->scalars = scalars, state->given = given;
     state->numbers = numbers ? numbers : py::none();
+    if (lease) state->graphs = graphs_, state->lease = std::move(lease);
     std::vector<int64_t> positions;
     for (size_t n = 0; n < made_.size(); ++n) positions.push_back(made_[n].output), outputs[made_[n].output] = made[n];
     std::vector<at::Tensor> inputs, wanted;

@@ -44,6 +44,7 @@ Maybe = torch.Tensor | None
 _newer: Any = torch._C._functorch
 _private: Any = torch._C
 _OLDER_KEY: Any = torch._C._dispatch_key_parse("Batched")
+_OLDER_LEVELS = 64  # kVmapNumLevels
 
 
 def is_batched(tangents: Sequence[Maybe]) -> bool:
@@ -59,7 +60,7 @@ def one_by_one(backward: Callable[[list[Maybe]], Sequence[Maybe]], tangents: Seq
         level = max(levels)
         parts = [_of_newer(g, level) for g in tangents]
     else:
-        level = _older_level()
+        level = _older_level(tangents)
         parts = [_of_older(g, level) for g in tangents]
     size = next(len(part) for part in parts if isinstance(part, tuple))
     found = []
@@ -80,10 +81,12 @@ def _is_of_older(tensor: torch.Tensor) -> bool:
     return bool(_private._dispatch_keys(tensor).has(_OLDER_KEY))
 
 
-def _older_level() -> int:
-    level: int = _private._vmapmode_increment_nesting() - 1
-    _private._vmapmode_decrement_nesting()
-    return level
+def _older_level(tangents: Sequence[Maybe]) -> int:
+    """The innermost level of these. The nesting that torch counts is the calling thread's, and gradients on a GPU are
+    computed in another one."""
+    batched = [g for g in tangents if g is not None and _is_of_older(g)]
+    has = lambda level: any(len(torch._remove_batch_dim(g, level, 0, 0)) for g in batched)  # noqa: E731
+    return next((level for level in range(_OLDER_LEVELS - 1, 0, -1) if has(level)), 1)
 
 
 def _of_older(tangent: Maybe, level: int) -> tuple[torch.Tensor, ...] | Maybe:

@@ -18,6 +18,7 @@ from torchlazy.lazy.config import config
 from torchlazy.lazy.plan.joint import Joint
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.report import metrics
+from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.trace.trace import compute_device
 from torchlazy.runtime.cuda.graph import CannotCapture
 from torchlazy.runtime.cuda.graph_memory import GraphMemory, memory_of_its_own
@@ -109,7 +110,8 @@ class JointGraphs:
                 return self._give_up(reason) if reason else None
         self._captures += 1
         try:
-            self._capture(joint, [compiled.run for compiled, _ in found], memory, scalars)
+            with below_autograd():  # and below the caller's autocast
+                self._capture(joint, [compiled.run for compiled, _ in found], memory, scalars)
         except Exception as error:  # a library call that a capture refuses: the programs run as they are
             self._give_up(f"{type(error).__name__}: {error}")
 

@@ -245,6 +245,6 @@ def test_loops_on_a_gpu(loop: Loop, reads: bool, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     metrics = check(loop, reads, on="cuda")
-    assert not any("no CUDA graph" in reason for reason in metrics["fallbacks"]), metrics["fallbacks"]
+    assert not [reason for reason in metrics["fallbacks"] if "no CUDA graph" in reason]
     if loop is not under_hooks:
         assert metrics["graph_replays"] >= 5

@@ -58,8 +58,8 @@ def compile(
     effects (printing, counting) happen only when the call is captured or audited.
 
     Args:
-        mode: "default"; "reduce-overhead" and "max-autotune" also replay programs on CUDA as CUDA graphs, but
-            for the forward and backward of a call whose results need gradients.
+        mode: "default"; "reduce-overhead" and "max-autotune" also replay programs on CUDA as CUDA graphs, which keep
+            their memory between calls.
         dynamic: for Python's numbers. None: those that changed between calls become inputs; True: all float arguments
             and learning rates do at once; False: each value has a template of its own. For sizes. None: three captures
             that differ in sizes (one more for each further size that varies independently) become one template for all

@@ -9,9 +9,10 @@ the reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torchlazy.lazy.config import config
@@ -20,12 +21,13 @@ from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.report import metrics
 from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.trace.trace import compute_device
-from torchlazy.runtime.cuda.graph import CannotCapture
+from torchlazy.runtime.cuda.graph import CannotCapture, address_of
 from torchlazy.runtime.cuda.graph_memory import GraphMemory, memory_of_its_own
 from torchlazy.runtime.cuda.graphed_pair import GraphedPair, Wire
 from torchlazy.runtime.executor import Executable
 from torchlazy.runtime.native.recorder_library import LIBRARY
 
+StateOf: TypeAlias = Callable[[int], torch.Tensor | None]
 MAX_CAPTURES = 4  # of one joint anew, since state moved
 _TURNS_OF_WAITING = 4
 
@@ -42,9 +44,9 @@ class GraphRooms:
             self._rooms[device] = memory_of_its_own(torch.device(device)), LIBRARY.module.GraphRoom()
         return self._rooms[device]
 
-    def graphs_of(self, joint: Joint, stays: Sequence[bool]) -> JointGraphs | None:
-        """What captures the joint's graphs; None on the CPU. `stays`: see `JointGraphs`."""
-        return JointGraphs(self, stays) if compute_device(joint.forward).startswith("cuda") else None
+    def graphs_of(self, joint: Joint, state: StateOf) -> JointGraphs | None:
+        """What captures the joint's graphs; None on the CPU. `state`: see `JointGraphs`."""
+        return JointGraphs(self, state) if compute_device(joint.forward).startswith("cuda") else None
 
 
 @dataclass(eq=False)
@@ -65,12 +67,13 @@ class Lease:
 
 
 class JointGraphs:
-    """The graphs of one joint. `stays`: which of the forward's inputs are state, whose memory stays where it is."""
+    """The graphs of one joint. `state`: from the number of an input of the joint to its memory, if that is state, which
+    stays where it is; None for an argument, which is copied to memory of the graphs."""
 
-    def __init__(self, rooms: GraphRooms, stays: Sequence[bool]) -> None:
+    def __init__(self, rooms: GraphRooms, state: StateOf) -> None:
         self.current: Any = None  # the native library's `GraphedJoint`, once it is captured
         self.is_given_up = False
-        self._rooms, self._stays = rooms, stays
+        self._rooms, self._state = rooms, state
         self._captures = self._asked = 0
 
     def forward(
@@ -119,14 +122,29 @@ class JointGraphs:
         self, joint: Joint, runs: Sequence[Any], memory: Sequence[torch.Tensor], scalars: Sequence[Any]
     ) -> None:
         shared, room = self._rooms.of(compute_device(joint.forward))
-        wires = list(_wires(joint))
+        wires, late = _wires(joint)
+        later = [self._state(number) for number in late]
+        if any(memory is None for memory in later):
+            raise CannotCapture("its backward reads an argument that the forward does not")
         held = {wire.number for wire in wires if wire.kind == "held"}
         shown = [number for number in range(len(joint.forward.outputs)) if number not in held]
         first, second = map(prepared, runs)
         pair = GraphedPair(first, second, wires, shown, shared)
         count = sum(result.tangent is not None for result in joint.results)
-        pair.capture(memory, self._stays, scalars, [None] * count)
-        self.current = pair.lent(LIBRARY.module, room, _begins, self._forget)
+        stays = [self._state(number) is not None for number in joint.forward_inputs]
+        pair.capture(memory, stays, scalars, [*[None] * count, *later])
+        addresses = [(number, address_of(value)) for number, value in zip(late, later, strict=True)]
+        self.current = pair.lent(LIBRARY.module, room, partial(self._begins, addresses), self._forget)
+
+    def _begins(self, late: Sequence[tuple[int, int]]) -> bool:
+        """Whether a half may be replayed now. `late`: what only the backward reads, and where it is."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return False
+        if any(address_of(self._state(number)) != address for number, address in late):
+            self._forget()
+            return False
+        metrics.graph_replays += 1
+        return True
 
     def _forget(self) -> None:
         self.current, self._asked = None, 0
@@ -141,27 +159,25 @@ def prepared(run: Any) -> Any:
     return run
 
 
-def _begins() -> bool:
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return False
-    metrics.graph_replays += 1
-    return True
-
-
-def _wires(joint: Joint) -> Any:
-    """Where the inputs of the backward's program come from, in their order."""
+def _wires(joint: Joint) -> tuple[list[Wire], list[int]]:
+    """Where the inputs of the backward's program come from, in their order; and the joint's inputs that it alone reads,
+    which stand behind the tangents among its own memory."""
     assert joint.backward is not None
     if joint.double is not None or joint.updates or joint.backward_writes or any(r.freed for r in joint.results):
         raise CannotCapture("its backward writes, is differentiated, or is freed in parts")
     results = {result.position for result in joint.results} | {write.position for write in joint.writes}
     of_tangent = {result.tangent: result.position for result in joint.results if result.tangent is not None}
+    wires: list[Wire] = []
+    late: list[int] = []
     for source, (_, geom) in zip(joint.backward_inputs, joint.backward.inputs, strict=True):
         if source.kind == "tangent":
-            yield Wire("own", -1, source.index, of_tangent[source.index])
+            wires.append(Wire("own", -1, source.index, of_tangent[source.index]))
+            continue
+        if source.kind == "input" and source.index not in joint.forward_inputs:
+            wires.append(Wire("own", -1, len(of_tangent) + len(late)))
+            late.append(source.index)
             continue
         if source.kind == "input":
-            if source.index not in joint.forward_inputs:
-                raise CannotCapture("its backward reads what the forward does not")
             number = joint.forward_inputs.index(source.index)
             given = joint.forward.inputs[number][1]
         else:
@@ -169,6 +185,6 @@ def _wires(joint: Joint) -> Any:
             given = joint.forward.outputs[number][1]
         if (given.shape, given.strides, given.dtype) != (geom.shape, geom.strides, geom.dtype):
             raise CannotCapture("its backward reads what crosses in another layout")
-        yield Wire("given" if source.kind == "input" else "result" if number in results else "held", number)
-    for number in range(len(joint.backward_scalars)):
-        yield Wire("number", number)
+        wires.append(Wire("given" if source.kind == "input" else "result" if number in results else "held", number))
+    wires += [Wire("number", number) for number in range(len(joint.backward_scalars))]
+    return wires, late

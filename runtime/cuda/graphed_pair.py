@@ -168,10 +168,13 @@ class GraphedPair:
         return outputs
 
     def lent(self, library: Any, room: Any, begins: Callable[[], bool], moved: Callable[[], None]) -> Any:
-        """The captured halves as one call at a time runs them in C++, lending what crosses to autograd: the native
-        library's `GraphedJoint`, of tangents that are the second's own memory. Raises CannotCapture where its memory is
-        not its own. `room`: the library's `GraphRoom` of the memory; `begins` is called before each replay and says
-        whether there may be one, `moved` where an input that stays is elsewhere."""
+        """The captured halves as C++ runs them, one call at a time, lending what crosses to autograd: the native
+        library's `GraphedJoint`. What moves of the second's own memory are tangents, which come first in it.
+
+        `room`: the library's `GraphRoom` of the memory. `begins` is called before each replay and says whether there
+        may be one, `moved` where an input that stays is elsewhere. Raises CannotCapture where memory that moves is
+        overwritten.
+        """
         numbers, graphs = self._numbers, self._graphs
         donated = dict(self._first.program.donations)
         if self._returned or not all(self._stays[0][given] for given in donated.values()):
@@ -204,7 +207,8 @@ class GraphedPair:
         return library.GraphedJoint({
             "room": room, "device": self._memory.device, "first": first, "second": second, "moved": moved,
             "inputs": [(address_of(value), None) if stays else (0, value) for stays, value in given_each],
-            "outputs": outputs, "tangents": self._own, "gradients": self._results[1],
+            "outputs": outputs, "gradients": self._results[1],
+            "tangents": [room for room, stays in zip(self._own, self._stays[1], strict=True) if not stays],
         })  # fmt: skip
 
     # ---------------------------------------------------------------- capturing

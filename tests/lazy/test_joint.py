@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchlazy.lazy.api import recorder
+from torchlazy.lazy.joint.function import is_batched, one_by_one
 from torchlazy.lazy.joint.record import CannotRecordJoint, record_joint
 
 from tests.lazy.joint_path import JointCall
@@ -382,3 +384,24 @@ def test_an_output_under_another_dtype_is_refused() -> None:
 
 def test_several_results_of_one_operator() -> None:
     same(lambda x, w, b: torch.native_layer_norm(x, (3,), w, b, 1e-5), (2, 3), (3,), (3,))
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_batched_gradients_are_taken_apart_in_another_thread(levels: int) -> None:
+    """The engine's thread of a GPU knows nothing of the nesting of `is_grads_batched`: this recursed for ever."""
+    values = torch.arange(24.0).reshape(4, 3, 2)[:, : 3 if levels == 2 else 1].squeeze(1)
+    batched = values
+    for level in range(1, levels + 1):
+        batched = torch._add_batch_dim(batched, 0, level)
+    found: list[Any] = []
+
+    def backward(tangents: Any) -> Any:
+        return one_by_one(backward, tangents) if is_batched(tangents) else [tangents[0] * 2, None]
+
+    thread = Thread(target=lambda: found.extend(backward([batched, None])))
+    thread.start()
+    thread.join()
+    doubled = found[0]
+    for level in range(levels, 0, -1):
+        doubled = torch._remove_batch_dim(doubled, level, values.shape[level - 1], 0)
+    assert found[1] is None and torch.equal(doubled, 2 * values)

@@ -137,6 +137,13 @@ def evaluates(model: nn.Module, forward: Any, optimizer: torch.optim.Optimizer, 
     return found, loss.item(), value
 
 
+def frozen_norms(model: nn.Module, forward: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
+    model.norm.eval()  # type: ignore[union-attr]
+    if number == 15:
+        model.norm.running_var = model.norm.running_var + 0.5  # type: ignore[union-attr,operator]
+    return plain(model, forward, optimizer, number)
+
+
 def under_hooks(model: nn.Module, forward: Any, optimizer: torch.optim.Optimizer, number: int) -> Any:
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: t.clone(), lambda t: t * 1.0 if t.is_floating_point() else t
@@ -162,8 +169,8 @@ def batched(model: nn.Module, forward: Any, optimizer: torch.optim.Optimizer, nu
 
 
 LOOPS = (
-    two_forwards, backward_twice, never_backward, accumulates, moves_state, evaluates, under_hooks, without_a_tangent,
-    batched,
+    two_forwards, backward_twice, never_backward, accumulates, moves_state, evaluates, frozen_norms, under_hooks,
+    without_a_tangent, batched,
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -67,6 +68,11 @@ class CheckFailed(Exception):
 _NOBODY = torch.empty(0)
 
 
+def _state_among(inputs: Sequence[tuple[t.Memory, Any]], number: int) -> torch.Tensor | None:
+    memory = inputs[number][0]
+    return memory.storage.real if isinstance(memory, t.FromState) else None
+
+
 class Replay:
     """Runs one template. Not re-entrant: the recorder's lock is held."""
 
@@ -97,8 +103,8 @@ class Replay:
         self._joints = {id(step): JointHandles(backend=backend) for step in steps if isinstance(step, t.JointRun)}
         for step in steps if graphs is not None else ():
             if isinstance(step, t.JointRun):
-                stays = [isinstance(step.inputs[n][0], t.FromState) for n in step.joint.forward_inputs]
-                self._joints[id(step)].graphs = graphs.graphs_of(step.joint, stays)  # type: ignore[union-attr]
+                state = partial(_state_among, step.inputs)
+                self._joints[id(step)].graphs = graphs.graphs_of(step.joint, state)  # type: ignore[union-attr]
         segments = [step for step in steps if isinstance(step, t.Segment)]
         self._kept = {id(step): list(map(_storage_of, step.inputs)) for step in segments}
         self._written = {id(step): list(map(_storage_of, step.targets)) for step in segments}

@@ -216,3 +216,27 @@ def test_a_convolution_by_itself_stays(laid_out):
         conv.bias = None
         conv(torch.randn(2, 4, 8, 8).to("lazy")).cpu()
     assert not any(_laid(graph) for graph in laid_out)
+
+
+@pytest.mark.parametrize(("depthwise", "training"), [(True, False), (False, False), (True, True)])
+def test_on_the_cpu_depthwise_inference_alone_is_laid_out(monkeypatch, depthwise, training):
+    seen = []
+
+    def lay_out(graph):
+        seen.append((graph, stage.channels_last_convolutions(graph)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(pipeline, "channels_last_convolutions", lay_out)
+    model = _pooled(8 if depthwise else 1).train(training)
+    x = torch.randn(2, 3, 24, 24)
+    with torch.set_grad_enabled(training):
+        wanted = copy.deepcopy(model)(x)
+        compiled = torchlazy.compile(model)
+        for found in (compiled(x) for _ in range(1 if training else 3)):
+            torch.testing.assert_close(found, wanted)
+            assert found.stride() == wanted.stride()
+    graphs = [pair for pair in seen if any(node.target is ops.convolution for node in pair[0].nodes)]
+    assert graphs
+    for before, after in graphs:
+        verify(after, PRIMS)
+        assert (after is not before) is (depthwise and not training)

@@ -5,6 +5,7 @@ PYTEST_ARGS ?=
 TEST_WORKERS ?= 2
 WHEELS ?= dist
 DEMO_ARGS ?=
+WORKLOAD_ARGS ?= --torch-compile
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +16,7 @@ PACKAGES := lazy autograd prims inductor runtime
 .PHONY: help venv demo wheel test lint format
 
 help:
-	@echo "make demo    train a small GPT eagerly and on the lazy device, and compare (DEMO_ARGS=...)"
+	@echo "make demo    train a small GPT eagerly and lazily, and time four programs by every way (DEMO_ARGS=... WORKLOAD_ARGS=...)"
 	@echo "make test    run the tests (PYTEST_ARGS='-k name -x', TEST_WORKERS=0 for one process)"
 	@echo "make opinfo  run torch's operator database on the lazy device (OPINFO_ARGS=...)"
 	@echo "make zoo     train small models of every kind on the lazy device and compare with eager (ZOO_ARGS=...)"
@@ -34,7 +35,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	-@$(BIN)/python -m torchlazy.cache prepare
-	$(BIN)/python examples/train_gpt.py --compare --no-dropout $(DEMO_ARGS)
+	$(BIN)/python examples/train_gpt.py --compare --no-dropout --steps 80 --print-every 10 $(DEMO_ARGS)
+	$(BIN)/python examples/workloads.py $(WORKLOAD_ARGS)
 
 # Built from a copy, so that neither the library nor what setuptools makes stays in the checkout.
 wheel: $(STAMP)

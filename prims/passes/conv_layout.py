@@ -9,10 +9,10 @@ Seen on an H200 (cuDNN 9.19, batch 64, bfloat16, forward and both gradients, mic
 56x56 111 / 112; depthwise 96 7x7 at 56x56 2833 / 592; groups of 64 channels 160 / 79, but of 4 channels 681 / 1012.
 float32 with tensor cores, 64 channels 3x3 at 56x56: 492 / 308.
 
-On the CPU (oneDNN, float32, batch 8, one core): depthwise 64 3x3 at 48x48 748 / 284 microseconds, 160 at 12x12 194 / 74;
-3 to 16 channels 3x3 at 96x96 780 / 166; 1x1 81 / 119 to 381 / 296; dense 3x3 alike. So a network with depthwise
-convolutions gains (1.9 -> 2.2 times eager's speed, on two cores 2.6 -> 3.4), a ResNet does not; nor does training, whose
-batch statistics are summed over the outer dimensions.
+On the CPU (oneDNN, float32, batch 8, one core, microseconds): depthwise 64 channels 3x3 at 48x48 748 / 284, 160 at
+12x12 194 / 74; 3 to 16 channels 3x3 at 96x96 780 / 166; 1x1 81 / 119 to 381 / 296; dense 3x3 alike. So inference of a
+network with depthwise convolutions gains (1.9 -> 2.2 times eager's speed, on two cores 2.6 -> 3.4), that of a ResNet-50
+loses (1.2 -> 0.9), and training loses, whose batch statistics are summed over the outer dimensions.
 
 Invariant: the same values, and outputs lie as the caller was promised. Layout is a property of memory: whoever needs
 another one (an output, another library call) reads a copy.

@@ -25,6 +25,7 @@ from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.report import CutLine, EagerUse, ExternUse, Report
 from torchlazy.lazy.report import account as _account
 from torchlazy.lazy.report import metrics as _metrics
+from torchlazy.lazy.run.driver import count_untold_runs
 from torchlazy.lazy.run.interpreter import run_entries
 from torchlazy.lazy.run.sync_policy import kind_of, watch_syncs
 from torchlazy.lazy.torch_private.patches import (
@@ -178,6 +179,7 @@ def metrics() -> dict[str, Any]:
     `launched_ahead`, stages of such graphs that were launched before the cut;
     `extern_calls` {operator: n}; `fallbacks` {reason: n}; `bytes` allocated by programs.
     """
+    count_untold_runs()
     _metrics.ops += recorder.ops_recorded
     recorder.ops_recorded = 0
     return _metrics.as_dict()
@@ -185,6 +187,7 @@ def metrics() -> dict[str, Any]:
 
 def reset_metrics() -> None:
     """Set every count to zero."""
+    count_untold_runs()
     recorder.ops_recorded = 0
     _metrics.reset()
     _account.reset()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import linecache
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
@@ -30,6 +30,7 @@ from torchlazy.runtime.toolchains.toolchain import LoadedKernel, compile_variant
 
 _numbers = count()
 _RUNS_IN_PYTHON = 2  # before the program is made in C++, which pays for programs that come again
+_IN_CPP: weakref.WeakSet[Executable] = weakref.WeakSet()
 _PLACE = "_torchlazy_place"  # of an error that a native run raised
 
 
@@ -63,6 +64,14 @@ class StepPlaces:
         return self.steps[: self.calls[line] + self.begun[inner.tb_lineno - 1]]
 
 
+def take_untold_runs() -> Iterator[tuple[Executable, int]]:
+    """Programs in C++, and how often the native recorder ran each since this was last asked."""
+    for executable in tuple(_IN_CPP):
+        runs = 0 if executable._native is None else executable._native.take_untold()
+        if runs:
+            yield executable, runs
+
+
 @dataclass(eq=False)
 class Executable:
     """A loaded program. `source` is the generated function, which calls `border` between `stages`, if it has any."""
@@ -88,6 +97,7 @@ class Executable:
         library = LIBRARY.module  # whoever records or replays natively has it compiled
         if not self._asked_native and library is not None:
             self._asked_native, self._native = True, native_program(library, self.program, self._kernels, self._device)
+            _IN_CPP.add(self)
         return self._native
 
     def where_failed(self, error: Exception) -> tuple[Sequence[Step], Mapping[str, Any]] | None:

@@ -160,7 +160,7 @@ class InlineCache:
                 storage.version += 1
             if native.after is not None:
                 native.after()
-            count_run(native.compiled)
+            count_run(native.compiled.run)
             if native.is_overtaken is not None and native.is_overtaken():
                 entry.look_for_native()
             self._counts["replays"] += 1

@@ -27,6 +27,7 @@ from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.trace.diff import Divergence, SeenTraces
 from torchlazy.lazy.trace.to_fx import needed_entries
 from torchlazy.lazy.trace.trace import CutTrace, compute_device
+from torchlazy.runtime.executor import take_untold_runs
 from torchlazy.runtime.toolchains.kernel_cache import KernelCache
 
 debug_text = DeferredModule("torchlazy.lazy.run.text")
@@ -138,7 +139,7 @@ class Driver:
     ) -> list[Any]:
         """Run a half of a joined trace. Raises what the program raises; where `first` is given, the first trace as it
         was cut, HalfFailed with that trace's values."""
-        count_run(compiled)
+        count_run(compiled.run)
         inputs = [] if first is None else [weakref.ref(value) for value in memory]
         with below_autograd():
             try:
@@ -178,7 +179,7 @@ def run_compiled(
 ) -> list[torch.Tensor | BaseException]:
     """Run a trace's program: its outputs, or the error of each that has none. Empties `memory`. `trace`: the trace, or
     what makes it where the program fails."""
-    count_run(compiled)
+    count_run(compiled.run)
     inputs = list(map(weakref.ref, memory))
     try:
         return list(compiled.run(memory, scalars))
@@ -187,13 +188,20 @@ def run_compiled(
         return values_after_failure(compiled.run, whole, error, inputs, scalars)
 
 
-def count_run(compiled: Compiled) -> None:
-    """Count a run of the program."""
-    counts = compiled.run.counts
-    metrics.kernels += counts.launches + counts.foreach_launches
+def count_untold_runs() -> None:
+    """Count the runs of programs that the native recorder made without Python."""
+    for executable, runs in take_untold_runs():
+        count_run(executable, runs)
+        metrics.hits += runs
+
+
+def count_run(run: Any, runs: int = 1) -> None:
+    """Count so many runs of a program."""
+    counts = run.counts
+    metrics.kernels += runs * (counts.launches + counts.foreach_launches)
     for name, times in counts.extern_calls.items():  # `Counter.update` checks its argument's type first: slow
-        metrics.extern_calls[name] += times
-    metrics.bytes += counts.allocated_bytes
+        metrics.extern_calls[name] += runs * times
+    metrics.bytes += runs * counts.allocated_bytes
 
 
 def print_event(event: CutEvent) -> None:

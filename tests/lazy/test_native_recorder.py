@@ -819,3 +819,30 @@ def test_a_program_whose_traces_do_not_come_again_runs_unrecorded(device: str) -
             break
     torch.testing.assert_close(found.cpu(), functools.reduce(lambda x, way: way(x), ways, start))
     assert counts()["deferred"] > deferred, "it rests for good"
+
+
+def test_runs_that_python_does_not_see_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`metrics` had no kernels of programs that C++ runs on the CPU, and the demo's table said 0."""
+    monkeypatch.delattr(driver.tiers, "look_up")  # programs are compiled
+    monkeypatch.delattr(driver.real(), "run_compiled")
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)), torch.randn(4, 8)
+
+    def step() -> float:
+        with torchlazy.lazy_mode():
+            value = model(x).square().sum()
+            value.backward()
+        return value.item()
+
+    for _ in range(3):
+        for _ in range(8):
+            step()
+        torchlazy.wait_for_compile()
+    before = counts()["programs"]
+    torchlazy.reset_metrics()
+    for _ in range(5):
+        step()
+    metrics, programs = torchlazy.metrics(), counts()["programs"] - before
+    assert programs >= 5 and metrics["hits"] == programs
+    assert metrics["kernels"] >= 5 and sum(metrics["extern_calls"].values()) >= 5 and metrics["bytes"] > 0
+    torchlazy.reset_metrics()
+    assert not torchlazy.metrics()["hits"]

@@ -45,6 +45,8 @@ class NativeProgram {
   // raises, `failed` is its number and `inputs` has those that are still held.
   std::vector<at::Tensor> run(std::vector<at::Tensor>& inputs, const Words& scalars) const;
   static thread_local size_t failed;
+  void count_untold() const { ++untold_; }
+  int64_t take_untold() const { return untold_.exchange(0); }  // runs that Python has not counted yet
   bool has_run() const { return has_run_; }  // whether a run has ended without an error
   at::Device device() const { return device_ < 0 ? at::Device(at::kCPU) : at::Device(at::kCUDA, device_); }
 
@@ -109,6 +111,7 @@ class NativeProgram {
   size_t slots_;
   int device_;  // -1: the CPU
   mutable std::atomic<bool> has_run_ = false;
+  mutable std::atomic<int64_t> untold_ = 0;
 
   static void check(int status, const std::vector<std::string>& checks) {
     if (!status) return;

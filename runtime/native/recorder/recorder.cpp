@@ -1314,6 +1314,7 @@ bool Recorder::run_program(Path& path) {
     for (double value : scalars) words.push_back(run->native->word_of(words.size(), value));
     words.insert(words.end(), run->last.begin(), run->last.end());
     values = run->native->run(memory, words);
+    run->native->count_untold();
   } else {
     const InPython in_python;
     py::list given = py::cast(memory);
@@ -1748,6 +1749,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           throw;
         }
       }))
+      .def("take_untold", &NativeProgram::take_untold)
       .def_property_readonly("has_run", &NativeProgram::has_run)
       .def_property_readonly_static("failed", [](py::object) { return NativeProgram::failed; });
   py::class_<ArgumentCheck, std::shared_ptr<ArgumentCheck>>(m, "ArgumentCheck")

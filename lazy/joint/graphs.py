@@ -20,7 +20,7 @@ from torchlazy.lazy.plan.joint import Joint
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.report import metrics
 from torchlazy.lazy.torch_private.dispatch import below_autograd
-from torchlazy.lazy.trace.trace import compute_device
+from torchlazy.lazy.trace.trace import CutTrace, compute_device
 from torchlazy.runtime.cuda.graph import CannotCapture, address_of
 from torchlazy.runtime.cuda.graph_memory import GraphMemory, memory_of_its_own
 from torchlazy.runtime.cuda.graphed_pair import GraphedPair, Wire
@@ -81,8 +81,9 @@ class JointGraphs:
     ) -> tuple[list[torch.Tensor], Lease] | None:
         """The outputs of the forward's program, and a lease; None, and nothing was run, where there are no graphs, or a
         call before this one has their memory."""
-        if self.current is None and not self.is_given_up and self._is_time(recorder, handles):
-            self._look(recorder, joint, memory, scalars)
+        backward = None if self.is_given_up or self.current is not None else joint.backward
+        if backward is not None and self._is_time(recorder, handles):
+            self._look(recorder, joint, backward, memory, scalars)
         graphs = self.current
         found = None if graphs is None else graphs.forward(memory, list(scalars))
         if found is None:
@@ -100,14 +101,20 @@ class JointGraphs:
         self._asked += 1
         return self._asked % _TURNS_OF_WAITING == 1
 
-    def _look(self, recorder: Recorder, joint: Joint, memory: Sequence[torch.Tensor], scalars: Sequence[Any]) -> None:
+    def _look(
+        self,
+        recorder: Recorder,
+        joint: Joint,
+        backward: CutTrace,
+        memory: Sequence[torch.Tensor],
+        scalars: Sequence[Any],
+    ) -> None:
         driver: Any = recorder.driver
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
         if self._captures >= MAX_CAPTURES:
             return self._give_up("memory that was assumed to stay in place has moved again and again")
-        assert joint.backward is not None
-        found = [driver.program_for_replay(trace, "") for trace in (joint.forward, joint.backward)]
+        found = [driver.program_for_replay(trace, "") for trace in (joint.forward, backward)]
         for compiled, reason in found:
             if compiled is None:
                 return self._give_up(reason) if reason else None

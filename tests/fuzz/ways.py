@@ -14,10 +14,12 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torchlazy
 from torchlazy.lazy.api import driver
 from torchlazy.lazy.compiled import race
+from torchlazy.lazy.joint.graphs import JointGraphs
 from torchlazy.lazy.numbers.matcher import Matcher
 from torchlazy.lazy.numbers.unify import CannotUnify, unify
 from torchlazy.lazy.run.driver import WhichTrace
@@ -26,14 +28,24 @@ from torchlazy.lazy.run.interpreter import run_entries
 from torchlazy.lazy.run.programs import KnownTrace
 from torchlazy.lazy.trace.skeleton import decompose_trace
 from torchlazy.lazy.trace.trace import CutTrace
+from torchlazy.prims.meta import TensorMeta
 from torchlazy.runtime.native import recorder_library
 
 from tests.fuzz.compare import Difference, Seen, difference, leaves, objects, seen, write_to_all
 from tests.fuzz.program import Program
 from tests.fuzz.world import NAMES, World, arguments
+from tests.lazy.cpu_graphs import cpu_graphs
 
 WAYS = ("device", "mode", "compile", "module")
-MORE_WAYS = ("native", "native_device", "compile_lazy", "compile_mode", "compile_native_device", "bridge")
+MORE_WAYS = (
+    "native",
+    "native_device",
+    "compile_lazy",
+    "compile_mode",
+    "compile_native_device",
+    "bridge",
+    "module_graphs",
+)
 _LATE = ("out of range", "out of bounds", "bounds", "ZeroDivisionError")  # lies in the values: raised at the cut
 
 
@@ -187,11 +199,48 @@ def _followed_on_device() -> Iterator[None]:
         yield
 
 
+class _OperatorsAsProgram:
+    """A trace's operators in the guise of a program that reads its numbers from memory."""
+
+    def __init__(self, trace: CutTrace) -> None:
+        self.trace = trace
+        self.tensors = [geom.meta for _, geom in trace.inputs]
+        dtypes = [torch.float64 if kind is float else torch.int64 for kind in trace.scalar_kinds]
+        numbers = [TensorMeta((), dtype, (), "cpu") for dtype in dtypes]
+        self.program = types.SimpleNamespace(
+            inputs=[(f"in{n}", meta) for n, meta in enumerate([*self.tensors, *numbers])], scalars=(), steps=(),
+            donations=trace.donations, output_metas=[geom.meta for _, geom in trace.outputs],
+        )  # fmt: skip
+
+    def run(self, inputs: list[torch.Tensor], scalars: Any) -> list[Any]:
+        count = len(self.tensors)
+        memory, numbers = inputs[:count], [number.item() for number in inputs[count:]]
+        inputs.clear()
+        found = run_entries(self.trace, memory, numbers)
+        for value in found:
+            if isinstance(value, BaseException):
+                raise value
+        return found
+
+
+@contextlib.contextmanager
+def _graphs_of_halves() -> Iterator[None]:
+    """Inside, the halves of a joint are CUDA graphs from the second call on, which are stood in for on the CPU."""
+    with pytest.MonkeyPatch.context() as patched:
+        cpu_graphs(patched)
+        patched.setattr(JointGraphs, "_is_time", lambda *_: True)
+        as_program = lambda trace, frame: (types.SimpleNamespace(run=_OperatorsAsProgram(trace)), "")  # noqa: E731
+        patched.setattr(driver.real(), "program_for_replay", as_program)
+        assert recorder_library.LIBRARY.wait() is not None, recorder_library.LIBRARY.reason
+        yield
+
+
 _AROUND = {
     "native": followed,
     "mode": recorded_in_python,
     "native_device": _followed_on_device,
     "compile_native_device": _on_native_device,
+    "module_graphs": _graphs_of_halves,
 }
 
 
@@ -243,8 +292,8 @@ def play(program: Program, way: str, places: dict[int, list[str]]) -> Iterator[S
         called = torch.compile(step, backend="torchlazy")
     elif way in _OF_TORCH:
         called = torch.compile(step, backend=_OF_TORCH[way])
-    elif way == "module":
-        module = torchlazy.compile(S, audit=audit)
+    elif way in ("module", "module_graphs"):
+        module = torchlazy.compile(S, audit=audit, mode="default" if way == "module" else "reduce-overhead")
         called = lambda _, *rest: module(*rest)  # noqa: E731
     around = torchlazy.lazy_mode if way in ("mode", "compile_mode", "native") else contextlib.nullcontext
     autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=_under_autocast(program))

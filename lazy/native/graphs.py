@@ -42,6 +42,10 @@ class RunsInPython:
         self._staged: Executable | None = None  # the program that graphs in stages are made of
         self._ahead: GraphedProgram | None = None  # whose first stages run already
 
+    def is_final(self) -> bool:
+        """Whether it runs as it will from now on: not where a graph is still to come, which launches far faster."""
+        return not self._may_be_graph or config.cuda_graphs == "off" or bool(self._graphs)
+
     def stages(self) -> list[tuple[tuple[int, ...], tuple[int, ...], int]] | None:
         """What each stage that can be launched ahead is the first to read: inputs and scalars by position, and how many
         operators have taken random numbers by then. None as long as the graph is not captured in stages; asked where
@@ -165,4 +169,4 @@ def _is_another(moved: list[int], memory: list[torch.Tensor]) -> bool:
     return 2 * nbytes > sum(tensor.nbytes for tensor in memory)
 
 
-exclude_from_dynamo(RunsInPython.__call__, RunsInPython.stages, RunsInPython.launch)
+exclude_from_dynamo(RunsInPython.__call__, RunsInPython.is_final, RunsInPython.stages, RunsInPython.launch)

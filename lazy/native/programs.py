@@ -48,7 +48,7 @@ class KnownLog:
 
 
 class Programs:
-    """The hooks of the C++: `cut`, `rest`, `learn`, `plan`, `sizes`, `plan_sizes` and `want`."""
+    """The hooks of the C++: `cut`, `given_up`, `rest`, `learn`, `plan`, `sizes`, `plan_sizes` and `want`."""
 
     def __init__(self, recorder: Recorder, driver: Any, library: Any) -> None:
         self.recorder, self.driver, self.library = recorder, driver, library
@@ -64,6 +64,12 @@ class Programs:
         name, is_operator, reason = cause.partition(": ")
         if is_operator:
             self._count_eager(f"aten.{name}", reason)
+
+    def given_up(self, reason: str) -> None:
+        """A known trace is not followed any more: its operators run at once."""
+        metrics.fallbacks[
+            f"native recorder: {reason}: they run at once (in the trace cut at {user_frames.user_frame()})"
+        ] += 1
 
     def rest(self) -> None:
         """Traces hardly ever come again: operators run unrecorded for a while."""
@@ -181,5 +187,12 @@ def _unchanged(known: KnownLog, outputs: set[int]) -> set[int]:
 
 
 exclude_from_dynamo(
-    Programs.cut, Programs.rest, Programs.learn, Programs.plan, Programs.sizes, Programs.plan_sizes, Programs.want
+    Programs.cut,
+    Programs.given_up,
+    Programs.rest,
+    Programs.learn,
+    Programs.plan,
+    Programs.sizes,
+    Programs.plan_sizes,
+    Programs.want,
 )

@@ -8,6 +8,7 @@ import functools
 import pickle
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torchlazy.lazy.api import driver
 from torchlazy.lazy.native.block import BLOCKS
 from torchlazy.lazy.native.device import DEVICE
+from torchlazy.lazy.native.graphs import RunsInPython
 from torchlazy.lazy.record.recorder import current
 from torchlazy.prims.meta import TensorMeta
 from torchlazy.runtime import executor
@@ -846,3 +848,27 @@ def test_runs_that_python_does_not_see_are_counted(monkeypatch: pytest.MonkeyPat
     assert metrics["kernels"] >= 5 and sum(metrics["extern_calls"].values()) >= 5 and metrics["bytes"] > 0
     torchlazy.reset_metrics()
     assert not torchlazy.metrics()["hits"]
+
+
+@pytest.mark.parametrize("is_final", [True, False])
+def test_a_slow_program_is_given_up_and_told_once_it_is_what_it_will_be(
+    monkeypatch: pytest.MonkeyPatch, is_final: bool
+) -> None:
+    """Before its CUDA graph was captured, a program lost to its operators for good, and nothing said so."""
+    LIBRARY.module.for_tests(1, True)
+    call = RunsInPython.__call__
+
+    def slow(self: RunsInPython, *given: Any) -> Any:
+        time.sleep(0.003)
+        return call(self, *given)
+
+    monkeypatch.setattr(RunsInPython, "__call__", slow)
+    monkeypatch.setattr(RunsInPython, "is_final", lambda _: is_final)
+    torchlazy.reset_metrics()
+    x = torch.randn(8)
+    for _ in range(40):
+        with torchlazy.lazy_mode():
+            y = (x + 1).sin().exp()
+        assert_same(y, (x + 1).sin().exp())
+    told = [reason for reason in torchlazy.metrics()["fallbacks"] if "not faster than its operators" in reason]
+    assert (counts()["programs"] <= 14, len(told)) == (is_final, int(is_final))

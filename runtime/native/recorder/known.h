@@ -75,6 +75,7 @@ struct Path {
   Known* known = nullptr;
   std::unordered_map<uint32_t, int> stops;  // entry -> how often it was left there
   int64_t follows = 0, least_ns = INT64_MAX;
+  int postponed = 0;  // how often its times were not judged, since its program was to become another one
   uint64_t least_bytes = 0;  // of the trace that took the least
   size_t size() const { return log.entries.size(); }
 };

@@ -57,6 +57,8 @@ constexpr uint64_t LOOKS = 1024;        // traces from look to look at what is o
 constexpr uint32_t SAMPLES = 3;         // sizes from which a path for all sizes is made
 constexpr uint32_t MOST_ATTEMPTS = 4;   // so often it is made for one family
 constexpr uint32_t HOT_SIZE = 8;        // a trace that came so often gets a program of its own
+const std::string NOT_FASTER = "its program is not faster than its operators";
+constexpr int MOST_POSTPONED = 20;
 constexpr int64_t FIRST_LOOK = 12, LAST_LOOK = 60;  // runs after which a program that is much slower, or slower, is given up
 constexpr size_t SURELY_REPETITION = 8192;  // entries of a log in which equal parts are taken for turns, though nothing comes again
 constexpr size_t FIRST_REPETITION = 512, REPETITIONS = 4;  // entries after which they are looked for, and how many there must be
@@ -329,6 +331,7 @@ class Recorder {
   std::shared_ptr<Sample> sample();
   void adopt(Known& known, const py::tuple& plan, Log&& log, const std::vector<Sample::Fact>& memories);
   void retire(Known& known, const std::string& reason);
+  bool is_final(Path& path);
   void forget_old();
   void part_at(uint64_t hash, size_t entries);
   void part_here();
@@ -1171,6 +1174,10 @@ void Recorder::look_for_repetition() {
 void Recorder::retire(Known& known, const std::string& reason) {
   known.reason = reason;
   known.state = Known::REFUSED;
+  if (hooks && reason == NOT_FASTER) {
+    const InPython in_python;
+    hooks->attr("given_up")(reason);
+  }
   (known.path->sizes ? size_paths_ : paths_).remove(known.path.get());
   if (known.path.get() == path_ && state_ == State::FOLLOWS) return;  // still being followed: freed with the next forget
 }
@@ -1260,9 +1267,22 @@ void Recorder::finish_path() {
   }
   if (!compares_times || known.least_ns == INT64_MAX) return;
   if (path.sizes && path.least_bytes > known.least_bytes) return;  // sizes have grown since: times say nothing
+  if (path.follows != FIRST_LOOK && path.follows != LAST_LOOK) return;
+  if (!is_final(path)) {
+    path.follows = 0, path.least_ns = INT64_MAX;
+    return;
+  }
   // The least of few runs says little on a machine with other work.
-  if ((path.follows == FIRST_LOOK && path.least_ns > known.least_ns / 2 * 3) || (path.follows == LAST_LOOK && path.least_ns > known.least_ns))
-    retire(known, "its program is not faster than its operators");
+  if (path.least_ns > (path.follows == FIRST_LOOK ? known.least_ns / 2 * 3 : known.least_ns)) retire(known, NOT_FASTER);
+}
+
+// Whether the program runs as it always will: on a GPU it becomes a graph once that is compiled, and memory has settled.
+bool Recorder::is_final(Path& path) {
+  if (path.run.native || path.sizes || path.postponed >= MOST_POSTPONED) return true;
+  const InPython in_python;
+  if (py::cast<bool>(path.run.program.attr("is_final")())) return true;
+  ++path.postponed;
+  return false;
 }
 
 // `given`: the program in C++, its scalars behind so many of the trace, and what gives these two anew; or None.

@@ -142,7 +142,8 @@ class Config:
         classes, and random numbers are eager's. "off" by the recorder in Python, as `LazyTensor`s; so in a process that
         makes the first before the native recorder is compiled, and where `native` would not serve.
     cuda_graphs: "auto" replays a known trace of a native block as a CUDA graph once the memory that it reads stays
-        where it is; "on" from its program's first run on; "off" launches its kernels one by one.
+        where it is, and calls compiled with another mode than the default; "on" from its program's first run on, and
+        all compiled calls; "off" launches kernels one by one.
     strict: raise what the compiler raises instead of running such a program operator by operator (for tests).
     debug: 0 to 5: prints cuts; timings; fusion decisions; source; every pass.
     """

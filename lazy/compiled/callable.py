@@ -399,8 +399,13 @@ class CompiledCallable:
         handle = lambda segment, stays: self._handle(segment, stays and often)  # noqa: E731
         return self._replay(template, handle)
 
+    @property
+    def _wants_graphs(self) -> bool:
+        """Whether programs on CUDA are to be CUDA graphs."""
+        return config.cuda_graphs == "on" or (config.cuda_graphs == "auto" and self.settings.mode != "default")
+
     def _replay(self, template: Any, handle: Any) -> Replay:
-        graphs = self._graphs if self.settings.mode != "default" and self.settings.backend is None else None
+        graphs = self._graphs if self._wants_graphs and self.settings.backend is None else None
         return Replay(self.recorder, template, handle, self._orders.deeper, self.settings.backend, graphs)
 
     def _late_replay(self, template: Any, late: UnbackedForm, symbols: Sequence[int]) -> Replay:
@@ -440,7 +445,7 @@ class CompiledCallable:
     def _handle(self, segment: Segment, stays: bool) -> ProgramHandle:
         mode, backend = self.settings.mode, self.settings.backend
         tunes = self._note if mode == "max-autotune" else None
-        return ProgramHandle(self.driver, segment, backend, graphs=stays and mode != "default", tunes=tunes)
+        return ProgramHandle(self.driver, segment, backend, graphs=stays and self._wants_graphs, tunes=tunes)
 
     def _learn(self, signature: CallSignature) -> None:
         """Why no variant served, and which numbers vary from call to call."""

@@ -63,13 +63,13 @@ def run(model: nn.Module, forward: Any, loop: Loop, steps: int) -> tuple[list[An
     return [loop(model, forward, optimizer, number) for number in range(steps)], model.state_dict()
 
 
-def check(loop: Loop, reads: bool, steps: int = 24, on: str = "cpu") -> dict[str, Any]:
+def check(loop: Loop, reads: bool, steps: int = 24, on: str = "cpu", mode: str = "reduce-overhead") -> dict[str, Any]:
     """The loop trains as in eager; the metrics."""
     model = Net(reads).to(on)
     other = copy.deepcopy(model)
     wanted = run(model, model, loop, steps)
     torchlazy.reset_metrics()
-    found = run(other, torchlazy.compile(other, mode="reduce-overhead", audit=False), loop, steps)
+    found = run(other, torchlazy.compile(other, mode=mode, audit=False), loop, steps)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     return torchlazy.metrics()
 
@@ -236,6 +236,12 @@ def test_a_result_that_is_changed_before_the_backward_is_noticed(device: GraphDe
     model.scale.grad = None
     forward(x).sum().backward()
     torch.testing.assert_close(model.scale.grad, x * (x * model.scale).exp().detach())
+
+
+def test_a_setting_makes_graphs_in_the_default_mode(device: GraphDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check(plain, False, mode="default")["graph_replays"] == 0
+    monkeypatch.setattr(torchlazy.config, "cuda_graphs", "on")
+    assert check(plain, False, mode="default")["graph_replays"] >= 20
 
 
 def test_graphs_can_be_switched_off(device: GraphDevice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,10 @@ class TritonCrew:
     def compile(self, jobs: Sequence[dict[str, Any]]) -> None:
         """Compile the jobs, each by the first child that is free; returns when all are done or have failed."""
         waiting = deque(jobs)
-        threads = [threading.Thread(target=_feed, args=(child, waiting), daemon=True) for child in self.children]
+        name = "torchlazy compiles for a GPU"
+        threads = [
+            threading.Thread(target=_feed, args=(child, waiting), name=name, daemon=True) for child in self.children
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -223,6 +223,24 @@ def test_a_thread_that_the_recorder_itself_starts_in_a_captured_call(monkeypatch
     assert threads and call.report().replays == 2, call.report()
 
 
+@pytest.mark.parametrize(("name", "replays"), [("torchlazy compile worker", 2), ("loader", 0)])
+def test_our_own_threads_do_not_hinder_a_capture(name: str, replays: int) -> None:
+    """The first captured call of a process ran its Python for some calls more: a thread began that compiles."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=lambda: None, name=name)
+        thread.start()
+        thread.join()
+        return x.mul(3.25).flip(0)
+
+    call = torchlazy.compile(function, audit=False)
+    x = torch.arange(7.0)
+    for _ in range(4):
+        assert torch.equal(call(x), x.mul(3.25).flip(0))
+    report = call.report()
+    assert ("it starts a thread" in str(report), report.replays >= 2) == (not replays, bool(replays)), str(report)
+
+
 def test_a_call_that_has_the_recorder_free_may_start_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured calls on ordinary tensors of a GPU are so: torch's backward runs in a thread of its own."""
     refused: list[str] = []

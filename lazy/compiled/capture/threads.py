@@ -24,6 +24,7 @@ from torchlazy.lazy.trace.user_frames import LAZY_FOLDER
 _start = threading.Thread.start
 _FUTURE: Any = torch._C.Future
 _CALLBACKS = ("then", "add_done_callback")
+_OUR_THREADS = "torchlazy "  # which compile and load: the first capture of a process begins some of them
 
 
 @contextmanager
@@ -44,7 +45,8 @@ def exclusive(recorder: Recorder) -> Iterator[None]:
                 released.append(lock._release_save())  # as a Condition does to wait
 
     def start(thread: threading.Thread) -> None:
-        let_go("it starts a thread")
+        if not thread.name.startswith(_OUR_THREADS):
+            let_go("it starts a thread")
         _start(thread)
 
     def leaving(name: str) -> Callable[..., Any]:

@@ -143,11 +143,12 @@ class JointGraphs:
         addresses = [(number, address_of(value)) for number, value in zip(late, later, strict=True)]
         self.current = pair.lent(LIBRARY.module, room, partial(self._begins, addresses), self._forget)
 
-    def _begins(self, late: Sequence[tuple[int, int]]) -> bool:
-        """Whether a half may be replayed now. `late`: what only the backward reads, and where it is."""
+    def _begins(self, late: Sequence[tuple[int, int]], is_first: bool) -> bool:
+        """Whether a half may be replayed now. `late`: what only the backward reads, and where it is; autograd holds it
+        from the forward on."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False
-        if any(address_of(self._state(number)) != address for number, address in late):
+        if is_first and any(address_of(self._state(number)) != address for number, address in late):
             self._forget()
             return False
         metrics.graph_replays += 1

@@ -151,6 +151,7 @@ class GraphedProgram:
         self._memory.replay(stage.graph)
 
     def _load(self, stage: _StageGraph, inputs: ByPosition[torch.Tensor], scalars: ByPosition[float]) -> None:
+        self._memory.wait_for_last()
         for position in stage.reads.inputs:
             if not self._stays[position]:
                 self._inputs[position].copy_(inputs[position])

@@ -92,13 +92,17 @@ class GraphMemory:
             function()
         current.wait_stream(self._stream)
 
-    def replay(self, graph: Any) -> None:
-        """Run a graph on the current stream."""
+    def wait_for_last(self) -> torch.cuda.Stream:
+        """The current stream, which goes on after the graph that was replayed last: before its memory is written to."""
         current = torch.cuda.current_stream(self.device)
         main = self._main  # graphs of all pools share what libraries keep for the stream that they were captured on
         if main._last is not None and main._last != current:
             current.wait_stream(main._last)
-        main._last = current
+        return current
+
+    def replay(self, graph: Any) -> None:
+        """Run a graph on the current stream."""
+        self._main._last = self.wait_for_last()
         self.replays += 1
         graph.replay()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -147,6 +148,7 @@ class GraphedPair:
         for stay, value, address in zip(self._stays[1], memory, self._addresses[1], strict=True):
             if stay and address_of(value) != address:
                 raise RuntimeError("memory that stays has moved between the halves of a step")
+        self._memory.wait_for_last()
         for wire in self._wires:
             if wire.kind == "own" and wire.place is not None and not self._stays[1][wire.place]:
                 room = self._own[wire.place]
@@ -167,13 +169,13 @@ class GraphedPair:
             outputs.append(memory[place])
         return outputs
 
-    def lent(self, library: Any, room: Any, begins: Callable[[], bool], moved: Callable[[], None]) -> Any:
+    def lent(self, library: Any, room: Any, begins: Callable[[bool], bool], moved: Callable[[], None]) -> Any:
         """The captured halves as C++ runs them, one call at a time, lending what crosses to autograd: the native
         library's `GraphedJoint`. What moves of the second's own memory are tangents, which come first in it.
 
-        `room`: the library's `GraphRoom` of the memory. `begins` is called before each replay and says whether there
-        may be one, `moved` where an input that stays is elsewhere. Raises CannotCapture where memory that moves is
-        overwritten.
+        `room`: the library's `GraphRoom` of the memory. `begins` is called before each replay (of the first half?) and
+        says whether there may be one, `moved` where an input that stays is elsewhere. Raises CannotCapture where memory
+        that moves is overwritten.
         """
         numbers, graphs = self._numbers, self._graphs
         donated = dict(self._first.program.donations)
@@ -187,25 +189,20 @@ class GraphedPair:
             held = (place.address, place.nbytes, place.layout)
             outputs.append(is_given if is_given is not None else shown.get(number, held))
 
-        def first(scalars: Sequence[float]) -> bool:
-            if not begins():
+        def enter(is_first: bool) -> bool:
+            if not begins(is_first):
                 return False
-            numbers[0].load(scalars)
-            self._memory.replay(graphs[0])
+            self._memory.wait_for_last()
             return True
 
-        def second(scalars: Sequence[float]) -> None:
-            if not begins():
-                raise RuntimeError(
-                    "torchlazy: the forward of a compiled call was replayed outside of a torch.cuda.graph, and its "
-                    "backward is captured inside / run both inside of it, or compile with mode='default'"
-                )
-            numbers[1].load(scalars)
-            self._memory.replay(graphs[1])
+        def half(number: int, scalars: Sequence[float]) -> None:
+            numbers[number].load(scalars)
+            self._memory.replay(graphs[number])
 
         given_each = zip(self._stays[0], self._given, strict=True)
         return library.GraphedJoint({
-            "room": room, "device": self._memory.device, "first": first, "second": second, "moved": moved,
+            "room": room, "device": self._memory.device, "begins": enter, "moved": moved,
+            "first": partial(half, 0), "second": partial(half, 1),
             "inputs": [(address_of(value), None) if stays else (0, value) for stays, value in given_each],
             "outputs": outputs, "gradients": self._results[1],
             "tangents": [room for room, stays in zip(self._own, self._stays[1], strict=True) if not stays],
@@ -284,6 +281,7 @@ class GraphedPair:
         return [value for value in found if value is not None]
 
     def _load_first(self, memory: Sequence[torch.Tensor], scalars: Sequence[float]) -> None:
+        self._memory.wait_for_last()
         for stay, room, value in zip(self._stays[0], self._given, memory, strict=True):
             if not stay:
                 room.copy_(value)

@@ -87,6 +87,9 @@ class GraphDevice:
         self.beside += 1
         function()
 
+    def wait_for_last(self) -> None:
+        pass
+
     def replay(self, graph: list[Callable[[], None]]) -> None:
         self.pool.replay(graph)
 
@@ -111,6 +114,9 @@ class Pool:
 
     def run_beside(self, function: Callable[[], object]) -> None:
         self._of.run_beside(function)
+
+    def wait_for_last(self) -> None:
+        pass
 
     def replay(self, graph: list[Callable[[], None]]) -> None:
         self.replays += 1

@@ -19,7 +19,7 @@ class GraphedJoint : public std::enable_shared_from_this<GraphedJoint> {
   using Lease = std::shared_ptr<const void>;  // of the room, and of the graphs that work in it
 
   explicit GraphedJoint(const py::dict& spec)
-      : room_(py::cast<std::shared_ptr<GraphRoom>>(spec["room"])), device_(py::cast<c10::Device>(spec["device"])), first_(spec["first"]), second_(spec["second"]), moved_(spec["moved"]) {
+      : room_(py::cast<std::shared_ptr<GraphRoom>>(spec["room"])), device_(py::cast<c10::Device>(spec["device"])), begins_(spec["begins"]), first_(spec["first"]), second_(spec["second"]), moved_(spec["moved"]) {
     for (auto item : spec["inputs"]) {  // (0, memory that it is copied to), or (its address, None)
       auto t = py::cast<py::tuple>(item);
       inputs_.push_back({py::cast<int64_t>(t[0]), t[1].is_none() ? at::Tensor() : py::cast<at::Tensor>(t[1])});
@@ -40,8 +40,8 @@ class GraphedJoint : public std::enable_shared_from_this<GraphedJoint> {
   ~GraphedJoint() {
     if (Py_IsInitialized()) {
       py::gil_scoped_acquire gil;
-      first_ = second_ = moved_ = py::object();
-    } else first_.release(), second_.release(), moved_.release();
+      begins_ = first_ = second_ = moved_ = py::object();
+    } else begins_.release(), first_.release(), second_.release(), moved_.release();
   }
 
   // The forward's outputs, and what the call holds until its backward is done; nothing where its memory is taken, an input
@@ -50,13 +50,14 @@ class GraphedJoint : public std::enable_shared_from_this<GraphedJoint> {
     if (room_->taken.lock() || at::SavedTensorDefaultHooks::get_hooks()) return std::nullopt;
     for (size_t i = 0; i < inputs_.size(); ++i)
       if (inputs_[i].address && NativeProgram::address(inputs[i]) != inputs_[i].address) return moved_(), std::nullopt;
+    const auto lease = std::make_shared<const std::shared_ptr<const GraphedJoint>>(shared_from_this());
+    room_->taken = lease;  // before Python runs, which may let another thread go on
+    if (!py::cast<bool>(begins_(true))) return std::nullopt;
     std::vector<at::Tensor> rooms, given;
     for (size_t i = 0; i < inputs_.size(); ++i)
       if (!inputs_[i].address) rooms.push_back(inputs_[i].room), given.push_back(inputs[i]);
     copy(rooms, given);
-    if (!py::cast<bool>(first_(numbers))) return std::nullopt;
-    const auto lease = std::make_shared<const std::shared_ptr<const GraphedJoint>>(shared_from_this());
-    room_->taken = lease;
+    first_(numbers);
     std::vector<at::Tensor> found;
     for (const Output& output : outputs_) {
       if (output.input >= 0) found.push_back(inputs[output.input]);
@@ -68,6 +69,7 @@ class GraphedJoint : public std::enable_shared_from_this<GraphedJoint> {
 
   // The gradients, of a call that holds the lease and reads what it kept no more.
   std::vector<at::Tensor> backward(const std::vector<at::Tensor>& tangents, const py::object& numbers) const {
+    TORCH_CHECK(py::cast<bool>(begins_(false)), "torchlazy: the forward of a compiled call was replayed outside of a torch.cuda.graph, and its backward is captured inside / run both inside of it, or compile with mode='default'");
     std::vector<at::Tensor> rooms, given;
     for (size_t i = 0; i < tangents_.size(); ++i) {
       if (!tangents_[i].defined()) continue;
@@ -90,7 +92,7 @@ class GraphedJoint : public std::enable_shared_from_this<GraphedJoint> {
   std::vector<Input> inputs_;
   std::vector<Output> outputs_;
   std::vector<at::Tensor> tangents_, gradients_;  // memory that the backward reads, if it does, and that it leaves gradients in
-  py::object first_, second_, moved_;             // the first two load the numbers and replay
+  py::object begins_, first_, second_, moved_;    // whether a half may be replayed now; load the numbers and replay
 
   static at::Tensor copied(const at::Tensor& t) { return at::empty_strided(t.sizes(), t.strides(), t.options()).copy_(t); }
 

@@ -76,15 +76,20 @@ class JointGraphs:
         self._rooms, self._state = rooms, state
         self._captures = self._asked = 0
 
+    @property
+    def are_to_come(self) -> bool:
+        """Whether replays in Python are to capture them yet."""
+        return self.current is None and not self.is_given_up and config.cuda_graphs != "off"
+
     def forward(
         self, recorder: Recorder, joint: Joint, handles: Any, memory: list[torch.Tensor], scalars: Sequence[Any]
     ) -> tuple[list[torch.Tensor], Lease] | None:
         """The outputs of the forward's program, and a lease; None, and nothing was run, where there are no graphs, or a
         call before this one has their memory."""
-        backward = None if self.is_given_up or self.current is not None else joint.backward
+        backward = joint.backward if self.are_to_come else None
         if backward is not None and self._is_time(recorder, handles):
             self._look(recorder, joint, backward, memory, scalars)
-        graphs = self.current
+        graphs = None if config.cuda_graphs == "off" else self.current
         found = None if graphs is None else graphs.forward(memory, list(scalars))
         if found is None:
             return None
@@ -93,7 +98,7 @@ class JointGraphs:
 
     def _is_time(self, recorder: Recorder, handles: Any) -> bool:
         driver: Any = recorder.driver
-        if config.cuda_graphs == "off" or driver.listeners or driver.shadow is not None or LIBRARY.module is None:
+        if driver.listeners or driver.shadow is not None or LIBRARY.module is None:
             return False
         halves = handles.forward.compiled, handles.backward.compiled
         if any(half is None or type(half.run) is not Executable for half in halves):  # programs for all sizes stay

@@ -249,6 +249,19 @@ def test_graphs_can_be_switched_off(device: GraphDevice, monkeypatch: pytest.Mon
     assert check(plain, False)["graph_replays"] == 0 and not device.captures
 
 
+def test_graphs_that_are_switched_off_later_do_not_keep_replays_in_python(
+    device: GraphDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Net()
+    forward: Any = torchlazy.compile(model, mode="reduce-overhead", audit=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    plain(model, forward, optimizer, 0)
+    monkeypatch.setattr(torchlazy.config, "cuda_graphs", "off")
+    for number in range(20):
+        plain(model, forward, optimizer, number)
+    assert "were done in C++" in str(forward.report()) and not device.captures
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @both

@@ -255,8 +255,8 @@ def _of_joint(
     forward, backward = replay.programs_of(step)
     program, last = _native(forward)
     graphs = replay.graphs_of(step)
-    if graphs is not None and not graphs.is_given_up and graphs.current is None and type(forward.run) is Executable:
-        raise _NotYet  # replays in Python capture them
+    if graphs is not None and graphs.are_to_come and type(forward.run) is Executable:
+        raise _NotYet
     raised, written = _written(step)
     marked = {result.index for result in template.results if type(result) is t.JointResult and result.is_marked}
     of_outputs = {joint.outputs[index].index for index in marked}

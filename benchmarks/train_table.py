@@ -30,7 +30,7 @@ from typing import Any, get_args
 import torch
 import torchlazy
 from models import DEFAULT_JOBS, JOBS, Job
-from side_by_side import OUR_MODES, Placement, Way
+from side_by_side import MODULE_MODES, OUR_MODES, Placement, Way
 
 MARK = "RESULT "
 WAYS: tuple[Way, ...] = ("eager", "compile", "compile_graph", "lazy", "lazy_compile", "lazy_graph")
@@ -144,7 +144,7 @@ def warm_up(
         with placement.around_step():
             value = step()
         float(value)
-    for _ in range(SETTLING if placement.way in (*OUR_MODES, "lazy_module") else 0):
+    for _ in range(SETTLING if placement.way in (*OUR_MODES, *MODULE_MODES) else 0):
         step()  # audits are frequent in the first calls: after these the next one is far away
 
 

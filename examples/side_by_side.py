@@ -27,11 +27,13 @@ Way = Literal[
     "lazy",
     "lazy_mode",
     "lazy_module",
+    "lazy_module_graph",
     "lazy_compile",
     "lazy_graph",
     "lazy_autotune",
 ]
 PEER_MODES = {"compile": "default", "compile_graph": "reduce-overhead", "compile_autotune": "max-autotune"}
+MODULE_MODES = {"lazy_module": "default", "lazy_module_graph": "reduce-overhead"}
 OUR_MODES = {"lazy_compile": "default", "lazy_graph": "reduce-overhead", "lazy_autotune": "max-autotune"}
 
 
@@ -52,7 +54,7 @@ class Placement:
 
     @property
     def device(self) -> torch.device:
-        return torch.device("lazy" if self.is_lazy and self.way not in ("lazy_mode", "lazy_module") else self.target)
+        return torch.device("lazy" if self.is_lazy and self.way not in ("lazy_mode", *MODULE_MODES) else self.target)
 
     def around_step(self) -> contextlib.AbstractContextManager[Any]:
         """The only difference that a training loop sees in lazy mode."""
@@ -65,8 +67,8 @@ class Placement:
 
     def prepare(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The peer and "lazy_module" compile the model; every other way calls it as it is."""
-        if self.way == "lazy_module":
-            return torchlazy.compile(function)
+        if self.way in MODULE_MODES:
+            return torchlazy.compile(function, mode=MODULE_MODES[self.way])
         mode = PEER_MODES.get(self.way)
         return torch.compile(function, mode=mode) if mode else function
 

@@ -76,13 +76,17 @@ def channels_last(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 
 def _pays_on_the_cpu(graph: fx.Graph) -> bool:
-    """Whether there are depthwise convolutions there, and no gradients of convolutions or statistics of a batch."""
+    """Whether there are depthwise convolutions there, and no gradients of convolutions, statistics of a batch, or
+    operands that are kept for gradients."""
     has_depthwise = False
+    results = {result for node in graph.nodes if node.op == "output" for result in node.all_input_nodes}
     for node in graph.nodes:
         prim = node.target
         if prim is ops.convolution_backward:
             return False
         if prim is ops.convolution:
+            if node.args[0] in results:
+                return False
             x: TensorMeta = node.args[0].meta["val"]
             has_depthwise |= x.device == "cpu" and x.rank == 4 and node.kwargs["groups"] == x.shape[1] != 1
         elif isinstance(prim, ops.Prim) and prim.is_kind(ops.Kind.REDUCTION):

@@ -218,7 +218,9 @@ def test_a_convolution_by_itself_stays(laid_out):
     assert not any(_laid(graph) for graph in laid_out)
 
 
-@pytest.mark.parametrize(("depthwise", "training"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("depthwise", "training"), [(True, False), (False, False), (True, True), (True, "norms are frozen")]
+)
 def test_on_the_cpu_depthwise_inference_alone_is_laid_out(monkeypatch, depthwise, training):
     seen = []
 
@@ -227,9 +229,9 @@ def test_on_the_cpu_depthwise_inference_alone_is_laid_out(monkeypatch, depthwise
         return seen[-1][1]
 
     monkeypatch.setattr(pipeline, "channels_last_convolutions", lay_out)
-    model = _pooled(8 if depthwise else 1).train(training)
+    model = _pooled(8 if depthwise else 1).train(training is True)
     x = torch.randn(2, 3, 24, 24)
-    with torch.set_grad_enabled(training):
+    with torch.set_grad_enabled(bool(training)):
         wanted = copy.deepcopy(model)(x)
         compiled = torchlazy.compile(model)
         for found in (compiled(x) for _ in range(1 if training else 3)):

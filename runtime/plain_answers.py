@@ -32,7 +32,7 @@ class PlainQuestion:
     other: int = 0
 
     def now(self) -> int:
-        """The answer, as native code gets it (runtime/native/identity_check_source.py)."""
+        """The answer, as native code gets it (runtime/native/identity_check.cpp)."""
         if self.form == BYTE:
             return ctypes.c_ubyte.from_address(self.address).value & self.mask
         given: int = _function(self.address)(self.argument)

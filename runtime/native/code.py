@@ -13,12 +13,14 @@ import contextlib
 import ctypes
 import logging
 import os
+import re
 import signal
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torchlazy.runtime.errors import KernelCompileError, ToolchainMissing
@@ -30,9 +32,17 @@ from torchlazy.runtime.toolchains.toolchain_cpp import has_cpp, load
 
 log = logging.getLogger("torchlazy.runtime")
 
+_FOLDER = Path(__file__).parent
+_OWN_INCLUDE = re.compile(r'^#include "(\w+\.h)"$', re.MULTILINE)
 _SECONDS_AT_EXIT = 2.0
 _SECONDS_BEFORE_FORK = 5.0
 _SECONDS_BETWEEN_LOOKS = 0.05
+
+
+def text_of(name: str) -> str:
+    """A file of C++ beside this one, with those that it includes from there in their places: one text is compiled."""
+    text = _FOLDER.joinpath(name).read_text()
+    return _OWN_INCLUDE.sub(lambda found: text_of(found[1]), text)
 
 
 class NativeCode:

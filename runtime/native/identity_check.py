@@ -2,7 +2,7 @@
 
 In Python such a pass takes some 15 ns for each object, more than half of it for the loop; here it takes 1 to 10, and a
 dict whose version tells that nothing was stored in it takes 1 whatever it holds. The pass is C++ that the kernels' own
-toolchain compiles once (`runtime/native/identity_check_source.py`); it calls Python's C functions through addresses
+toolchain compiles once (`runtime/native/identity_check.cpp`); it calls Python's C functions through addresses
 that ctypes gives, so that it needs no headers of Python's, and is called as a builtin function, without ctypes.
 
 Single words are read first, in the order of their addresses: what a step has driven out of the caches comes back
@@ -29,9 +29,8 @@ from typing import Any
 
 import torch
 from torchlazy.runtime.errors import ToolchainMissing
-from torchlazy.runtime.native.code import NativeCode, native_function, python_addresses
+from torchlazy.runtime.native.code import NativeCode, native_function, python_addresses, text_of
 from torchlazy.runtime.native.dict_views import is_without_gaps
-from torchlazy.runtime.native.identity_check_source import TEXT
 from torchlazy.runtime.native.object_layout import layout, word_at
 from torchlazy.runtime.native.watched import WatchedObjects, Watcher, watcher_of
 from torchlazy.runtime.plain_answers import PlainQuestion
@@ -433,7 +432,7 @@ def _native() -> int:
 
 
 _NEEDED = (*(name for name in _PYTHON if name not in _OPTIONAL), "PyCFunction_NewEx")
-CODE = NativeCode("identity_check", lambda: TEXT, _NEEDED, "guards are checked in Python")
+CODE = NativeCode("identity_check", lambda: text_of("identity_check.cpp"), _NEEDED, "guards are checked in Python")
 
 
 @functools.cache

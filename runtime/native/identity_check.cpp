@@ -1,17 +1,12 @@
-"""The C++ of the native pass behind `runtime/native/identity_check.py`, which describes its rows.
+// The C++ of the native pass behind `runtime/native/identity_check.py`, which describes its rows.
+//
+// Invariant: it includes nothing of Python's or torch's. Objects are addresses, and Python's functions come in a table.
+//
+// Rows of 64-bit words, one after the other, each first its kind: see the methods of `IdentityCheck`.
+#include <cstdint>
 
-Invariant: it includes nothing of Python's or torch's. Objects are addresses, and Python's functions come in a table.
-"""
+#include "watched.h"
 
-from __future__ import annotations
-
-from torchlazy.runtime.native.watched_source import TEXT as WATCHED
-
-# Rows of 64-bit words, one after the other, each first its kind: see the methods of `IdentityCheck`.
-TEXT = (
-    "#include <cstdint>"
-    + WATCHED
-    + r"""
 typedef void* object;
 struct Python {
     int (*next)(object, intptr_t*, object*, object*);
@@ -322,5 +317,3 @@ extern "C" void* kernel(int64_t place) {
     content = place;
     return &description;
 }
-"""
-)

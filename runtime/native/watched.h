@@ -1,14 +1,9 @@
-"""The C++ behind `runtime/native/watched.py`: the callbacks for changes of dicts and functions, and what they note.
-
-Invariant: it runs under the interpreter's lock, calls nothing that runs code, and never fails. Of an object without
-users nothing is kept.
-"""
-
-from __future__ import annotations
-
-# What `runtime/native/watched.py` calls stands behind the pass's own description
-# (runtime/native/identity_check_source.py).
-TEXT = r"""
+// The C++ behind `runtime/native/watched.py`: the callbacks for changes of dicts and functions, and what they note.
+//
+// Invariant: it runs under the interpreter's lock, calls nothing that runs code, and never fails. Of an object without
+// users nothing is kept.
+//
+// What `runtime/native/watched.py` calls stands behind the pass's own description (identity_check.cpp).
 #include <cstdlib>
 // One for each watched object. `changes` counts what `version` does, and stays when it is often.
 struct Record { int64_t version; uint64_t groups; int64_t owner; int32_t users, changes; };
@@ -87,4 +82,3 @@ static int64_t forget_object(int64_t address) {
     free(found);
     return 1;
 }
-"""

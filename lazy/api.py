@@ -25,7 +25,6 @@ from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.report import CutLine, EagerUse, ExternUse, Report
 from torchlazy.lazy.report import account as _account
 from torchlazy.lazy.report import metrics as _metrics
-from torchlazy.lazy.run.driver import count_untold_runs
 from torchlazy.lazy.run.interpreter import run_entries
 from torchlazy.lazy.run.sync_policy import kind_of, watch_syncs
 from torchlazy.lazy.torch_private.patches import (
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
 
 _explain: Any = DeferredModule("torchlazy.lazy.inspect.explain")
 _shadow: Any = DeferredModule("torchlazy.lazy.inspect.shadow")
+_runs: Any = DeferredModule("torchlazy.lazy.run.driver")
 _work_count: Any = DeferredModule("torchlazy.lazy.inspect.flops.count")
 driver = DeferredDriver()
 recorder = Recorder(driver, run_entries)
@@ -171,6 +171,11 @@ def is_lazy(tensor: object) -> bool:
     return isinstance(tensor, LazyTensor) or (isinstance(tensor, torch.Tensor) and DEVICE.is_marked(tensor))
 
 
+def _count_untold() -> None:
+    if driver.is_loaded:  # else nothing has run
+        _runs.count_untold_runs()
+
+
 def metrics() -> dict[str, Any]:
     """Counts since the start or the last `reset_metrics()`, as a plain dict.
 
@@ -179,7 +184,7 @@ def metrics() -> dict[str, Any]:
     `launched_ahead`, stages of such graphs that were launched before the cut;
     `extern_calls` {operator: n}; `fallbacks` {reason: n}; `bytes` allocated by programs.
     """
-    count_untold_runs()
+    _count_untold()
     _metrics.ops += recorder.ops_recorded
     recorder.ops_recorded = 0
     return _metrics.as_dict()
@@ -187,7 +192,7 @@ def metrics() -> dict[str, Any]:
 
 def reset_metrics() -> None:
     """Set every count to zero."""
-    count_untold_runs()
+    _count_untold()
     recorder.ops_recorded = 0
     _metrics.reset()
     _account.reset()

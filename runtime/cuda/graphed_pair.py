@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torchlazy.prims.meta import TensorMeta
 from torchlazy.runtime.cuda.graph import CannotCapture, GraphNumbers, address_of, room_like, run_and_take_back, why_not
 from torchlazy.runtime.cuda.graph_memory import GraphMemory, graph_memory, memory_of_its_own
 from torchlazy.runtime.executor import Executable
@@ -92,8 +93,7 @@ class GraphedPair:
         self._own = list(later)
         for wire, (_, meta) in zip(self._wires, self._second.program.inputs, strict=True):
             if wire.kind == "own" and wire.place is not None and wire.over is None and self._own[wire.place] is None:
-                room = torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device=device)
-                self._own[wire.place] = room.zero_()  # positions, if it is run before it is loaded
+                self._own[wire.place] = self._room_for(meta)
         metas = [meta.dtype for _, meta in self._first.program.inputs[len(memory) :]]
         later_metas = [
             meta.dtype for wire, (_, meta) in zip(self._wires, self._second.program.inputs, strict=True)
@@ -243,8 +243,12 @@ class GraphedPair:
                 continue
             result = made[wire.over]
             is_alike = (tuple(result.shape), result.stride(), result.dtype) == (meta.shape, meta.strides, meta.dtype)
-            room = torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device=self._memory.device)
-            self._own[wire.place] = result if is_alike and wire.over not in read else room.zero_()
+            self._own[wire.place] = result if is_alike and wire.over not in read else self._room_for(meta)
+
+    def _room_for(self, meta: TensorMeta) -> torch.Tensor:
+        """Memory for an input of the second; zeros: it may hold positions, and is run before it is loaded."""
+        room = torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device=self._memory.device)  # type: ignore[arg-type]
+        return room.zero_()
 
     def _room(self) -> int:
         """Bytes that the two hold at most, what crosses included."""
@@ -271,7 +275,9 @@ class GraphedPair:
         return inputs
 
     def _run_both(self) -> None:
-        self._second.run(self._inputs_of_second(self._launch_first()), ())
+        made = self._launch_first()
+        self._lay_over(made)
+        self._second.run(self._inputs_of_second(made), ())
 
     def _written(self) -> list[torch.Tensor]:
         places = {wire.place for wire in self._returned.values() if wire.place is not None and wire.kind == "own"}

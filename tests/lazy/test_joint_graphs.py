@@ -238,6 +238,15 @@ def test_a_result_that_is_changed_before_the_backward_is_noticed(device: GraphDe
     torch.testing.assert_close(model.scale.grad, x * (x * model.scale).exp().detach())
 
 
+def test_a_capture_that_is_refused_once_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of gradients was not there yet when both halves ran first."""
+    monkeypatch.setattr(torchlazy.config, "tiers", "foreground")
+    device = cpu_graphs(monkeypatch, refusals=1)
+    metrics = check(plain, False)
+    assert device.beside == 1 and metrics["graph_replays"] >= 30
+    assert not [reason for reason in metrics["fallbacks"] if "no CUDA graph" in reason]
+
+
 def test_a_setting_makes_graphs_in_the_default_mode(device: GraphDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(plain, False, mode="default")["graph_replays"] == 0
     monkeypatch.setattr(torchlazy.config, "cuda_graphs", "on")

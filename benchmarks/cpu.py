@@ -14,15 +14,20 @@ import argparse
 import copy
 import platform
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torchlazy
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from workloads import mobilenet
 
 WAYS = ("eager", "torch.compile", "compiled", "mode", "device")
 JOBS = ("infer", "train")
@@ -100,18 +105,6 @@ def gpt() -> nn.Module:
 def resnet() -> nn.Module:
     stem = [nn.Conv2d(3, 32, 7, 2, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     return nn.Sequential(*stem, Basic(32, 32, 1), Basic(32, 64, 2), Basic(64, 128, 2), Basic(128, 256, 2), *pooled(256))
-
-
-def mobilenet() -> nn.Module:
-    def part(inside: int, outside: int, size: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
-        convolution = nn.Conv2d(inside, outside, size, stride, size // 2, groups=groups, bias=False)
-        return [convolution, nn.BatchNorm2d(outside), nn.Hardswish()]
-
-    found = part(3, 16, 3, 2)
-    for inside, outside, stride in ((16, 24, 2), (24, 40, 2), (40, 40, 1), (40, 80, 2)):
-        wide = 4 * inside
-        found += [*part(inside, wide, 1), *part(wide, wide, 3, stride, wide), *part(wide, outside, 1)[:2]]
-    return nn.Sequential(*found, *pooled(80))
 
 
 def convnext() -> nn.Module:

@@ -66,7 +66,7 @@ def budget_of(recompute: str) -> Budget:
 _DEFAULTS = {
     "enabled": "on", "precision": "fused", "rng": "philox", "tiers": "on", "store": "on", "max_trace_length": "20000",
     "recompute": "on", "dynamic": "on", "hot_sizes": "on", "native": "on", "native_device": "on",
-    "cuda_graphs": "auto", "strict": "0", "debug": "0",
+    "cuda_graphs": "auto", "audit": "spaced", "strict": "0", "debug": "0",
 }  # fmt: skip
 
 
@@ -144,6 +144,8 @@ class Config:
     cuda_graphs: "auto" replays a known trace of a native block as a CUDA graph once the memory that it reads stays
         where it is, and calls compiled with another mode than the default; "on" from its program's first run on, and
         all compiled calls; "off" launches kernels one by one.
+    audit: which calls of compiled callables run their Python and are compared with what a replay does: "spaced" the
+        1st, 2nd, 4th, 8th, ... that a template serves, "all" each of them, which finds what guards do not see.
     strict: raise what the compiler raises instead of running such a program operator by operator (for tests).
     debug: 0 to 5: prints cuts; timings; fusion decisions; source; every pass.
     """
@@ -161,6 +163,7 @@ class Config:
         "native": ("on", "off"),
         "native_device": ("on", "off"),
         "cuda_graphs": ("auto", "on", "off"),
+        "audit": ("spaced", "all"),
         "strict": (False, True),
         "debug": range(6),
     }

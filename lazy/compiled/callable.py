@@ -21,13 +21,13 @@ from torchlazy.lazy.compiled.capture.call import (
     ViewOnState,
     capture_call,
 )
-from torchlazy.lazy.compiled.capture.growing import Growth, is_only_appended_to
 from torchlazy.lazy.compiled.capture.state import MAKES_STATE
 from torchlazy.lazy.compiled.capture.threads import exclusive
 from torchlazy.lazy.compiled.families import CallFamilies, SizedVariant
 from torchlazy.lazy.compiled.front_door import CompileSettings
 from torchlazy.lazy.compiled.gradient_orders import GradientOrders
 from torchlazy.lazy.compiled.guards.discover import KEPT_ON_OWNER, TooMuch
+from torchlazy.lazy.compiled.guards.growing import Growth, is_only_appended_to
 from torchlazy.lazy.compiled.guards.reached import NotYet, is_replaceable
 from torchlazy.lazy.compiled.inline_cache import IN_EAGER, CallFacts, InlineCache
 from torchlazy.lazy.compiled.key import RememberedContext, why_intercepted

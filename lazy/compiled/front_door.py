@@ -53,9 +53,9 @@ def compile(
     (a batch cut out of a data set) is copied first, unless the call writes to it, returns a view of it or reads its
     address.
 
-    What guards cannot see (the clock, files, state inside objects of libraries) must not matter. Where it does, audits
-    catch it after a few calls, warn, and go back to running the Python at each call. Python's own side
-    effects (printing, counting) happen only when the call is captured or audited.
+    A call that asks what guards cannot tell again (a clock, a file) is not captured, and runs its Python. State that C
+    code hides must not matter: audits catch it after a few calls, warn, and go back to running the Python at each call.
+    Python's own side effects (printing, counting) happen only when the call is captured or audited.
 
     Args:
         mode: "default"; "reduce-overhead" and "max-autotune" also replay programs on CUDA as CUDA graphs, which keep
@@ -65,11 +65,11 @@ def compile(
             that differ in sizes (one more for each further size that varies independently) become one template for all
             sizes; True: two do; False: each combination of shapes is captured separately. Such a template serves a size
             only where all questions that Python asked about sizes (`if n > 512`) have the same answers, and operators
-            give the expected sizes. C code may read a size unseen (`range(n)`, a list repeated `n` times):
-            what Python does with such a number is checked by audits only, so pass False where it matters. Programs are
+            give the expected sizes. C code may read a size unseen (a slice of a list, NumPy): what Python does with
+            such a number is checked by audits only, so pass False where it matters. Programs are
             for all sizes as `torchlazy.config.dynamic` says ("on" unless TORCHLAZY_DYNAMIC=0).
         fullgraph: raise `SyncInside` where the call needs a value on the host, with the user's line.
-        audit: compare now and then with what the Python does.
+        audit: compare now and then with what the Python does (`torchlazy.config.audit`).
         backend: `(torch.fx.GraphModule, inputs) -> callable` that compiles the programs instead of torchlazy.
 
     Returns a callable like `function`, with `report()`; for a module, one of a subclass of its class that shares all

@@ -6,7 +6,7 @@ from: sums, products and quotients keep remembering, a comparison is answered by
 
 Invariant: the Python runs as it would with plain ints, and afterwards they are plain ints. A use that no expression
 describes (a square root, the digits of a size) is recorded as a value that must stay. C code may use the value unseen
-(`range(n)`, a list repeated `n` times, NumPy): what follows from it shows in the operators.
+(a slice of a list, NumPy): what follows from it shows in the operators.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne,
 }  # fmt: skip
+_SEQUENCES = (list, tuple, str, bytes, bytearray)
 _OURS = 3  # references to a size that only the list of all sizes, a loop and the question hold
 _SHAPE: Any = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _NBYTES: Any = torch.Tensor.nbytes.__get__  # type: ignore[attr-defined]
@@ -85,6 +86,7 @@ class SizeQuestions:
     def __init__(self, arguments: frozenset[int] = frozenset()) -> None:
         self.arguments = arguments
         self.listens = True
+        self.all_stay = False  # the code may count by a size that nothing tells of
         self.reads: list[int] = []
         self._made: list[TrackedSize] = []
         self.asked: dict[SizeQuestion, None] = {}
@@ -109,7 +111,10 @@ class SizeQuestions:
 
     def _read(self, value: int) -> TrackedSize:
         self.reads.append(value)
-        return _sized(value, SizeRead(len(self.reads) - 1), self)
+        found = _sized(value, SizeRead(len(self.reads) - 1), self)
+        if self.all_stay:
+            self.ask("same", found.expression, 0, value)
+        return found
 
     def track_argument(self, value: int) -> int:
         """A size that is itself an argument, tracked."""
@@ -170,6 +175,14 @@ class TrackedSize(int):
         return other // self, other % self
 
 
+def range_asked(*bounds: Any) -> range:
+    """`range` that records which sizes it was called with: the code may count in its loop."""
+    for bound in bounds:
+        if type(bound) is TrackedSize:
+            bound.sizes.ask("same", bound.expression, 0, int.__add__(bound, 0))
+    return range(*map(plain_size, bounds))
+
+
 def shape_and_strides_of(tensor: torch.Tensor | Geometry) -> ShapeAndStrides:
     """Shape and strides, which distinguish tensors of different sizes."""
     geom = getattr(tensor, "_geometry", tensor)
@@ -215,6 +228,8 @@ def _arithmetic(name: str, reflected: bool) -> Callable[[TrackedSize, Any], Any]
             self.sizes.ask("same", self.expression, 0, int.__add__(self, 0))
             return compute(other, float(_digits(self))) if reflected else compute(float(_digits(self)), other)
         result = plain(self, other)
+        if type(other) in _SEQUENCES:  # repeated so often
+            self.sizes.ask("same", self.expression, 0, _digits(self))
         if result is NotImplemented or not self.sizes.listens:
             return result
         ours, theirs = self.expression, _expression_of(other)

@@ -23,7 +23,7 @@ import numpy
 import torch
 from torchlazy.lazy.numbers.expr import MATH, MATH_ASKED, Expression, Listener, TracedNumber, caller, of_type
 from torchlazy.lazy.numbers.lookups import container_at, lookup_outcome
-from torchlazy.lazy.numbers.questions import TrackedSize, plain_size
+from torchlazy.lazy.numbers.questions import TrackedSize, plain_size, range_asked
 from torchlazy.lazy.torch_private.patches import patched_float, patched_number, patched_type
 
 _PLAIN = (int, float)
@@ -261,9 +261,9 @@ def tracked_math() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tracked_conversions(spaces: Sequence[tuple[dict[str, Any], Sequence[str]]]) -> Iterator[None]:
-    """Inside, `float(x)` and `int(x)` of a tensor or a tracked number stay tracked in code with these globals, for the
-    names beside them."""
-    followed = {"float": (float, _float_followed), "int": (int, _int_followed)}
+    """Inside, `float(x)` and `int(x)` of a tensor or a tracked number stay tracked in code with these globals, and
+    `range` of a tracked size asks for its value, for the names beside them."""
+    followed = {"float": (float, _float_followed), "int": (int, _int_followed), "range": (range, range_asked)}
     with contextlib.ExitStack() as stack:
         for name, (kind, function) in followed.items():
             mine = [space for space, names in spaces if name in names]

@@ -517,3 +517,10 @@ def _words_of_tensors() -> tuple[int, int, int] | None:
     places = (found.index(wanted[0]), found.index(wanted[1]), found.index(wanted[2]))
     other = words(bare)
     return places if [other[place] for place in places] == [bare._cdata, 0, 0] else None
+
+
+def readers_of_devices() -> list[Any]:
+    """The functions in C behind `torch.cuda.memory_allocated()` and its kind, and methods of events."""
+    owners = torch._C, getattr(torch._C, "_CudaEventBase", None)
+    names = "_cuda_memoryStats", "_cuda_getMemoryInfo", "_cuda_memorySnapshot", "query", "elapsed_time"
+    return [getattr(owner, name) for owner in owners for name in names if hasattr(owner, name)]

@@ -291,11 +291,12 @@ class _NumberCall(type):
 
 @contextlib.contextmanager
 def patched_number(kind: type, function: Callable[..., Any], spaces: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """Inside, code whose globals these are calls `function` where it calls `float` or `int`: a global shadows the
-    builtin, which always gives a plain number. Code may use it as a class, too, in `isinstance` and unions."""
+    """Inside, code whose globals these are calls `function` where it calls `float`, `int` or `range`: a global
+    shadows the builtin, which always gives or takes plain numbers. Code may use it as a class, too, in
+    `isinstance` and unions."""
     name = kind.__name__
     kept = [space.get(name) for space in spaces]
-    asked = _NumberCall(name, (kind,), {})
+    asked = _NumberCall(name, () if kind is range else (kind,), {})
     asked.kind, asked.function = kind, function
     for space in spaces:
         space[name] = asked

@@ -67,6 +67,21 @@ def test_compiled_programs_do_what_plain_ones_do(device: str, audit: bool) -> No
     assert replays > len(QUICK) // 2
 
 
+@pytest.mark.usefixtures("operator_by_operator")
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+def test_what_replays_would_have_done(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call is compared, none is replayed."""
+    monkeypatch.setattr(torchlazy.config, "audit", "all")
+    audits = 0
+    for seed in range(24 + (device == "cpu"), 64, 2):
+        program = make_program(seed)
+        told, report = check(program, device, audit=True)
+        assert not told, f"{told}\n{program}\n{report}"
+        audits += report.audits
+        assert not report.replays
+    assert audits > 20
+
+
 def main(first: int, last: int) -> int:
     """Play the seeds; the exit status says whether all were equal."""
     from torchlazy.lazy.api import driver

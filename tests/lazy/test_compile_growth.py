@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torchlazy
-from torchlazy.lazy.compiled.capture.growing import is_only_appended_to
+from torchlazy.lazy.compiled.guards.growing import is_only_appended_to
 
 TURNS = 12
 pytestmark = pytest.mark.filterwarnings("ignore:torchlazy.compile:RuntimeWarning")

@@ -36,6 +36,22 @@ def compiled(function: Callable[..., Any], module: Any = None) -> Callable[..., 
     return torchlazy.compile(function)
 
 
+def audited(function: Callable[..., Any], module: Any = None) -> Callable[..., Any]:
+    """Each call is compared with what a replay would have done."""
+    call = torchlazy.compile(function)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        kept, torchlazy.config.audit = torchlazy.config.audit, "all"
+        try:
+            return call(*args, **kwargs)
+        finally:
+            torchlazy.config.audit = kept
+            alarm = call.report().alarm
+            assert not alarm or "captures served" in alarm, alarm
+
+    return run
+
+
 def bridge(function: Callable[..., Any], module: Any = None) -> Callable[..., Any]:
     return torch.compile(function, backend="torchlazy")  # type: ignore[no-any-return]
 
@@ -44,6 +60,7 @@ WAYS = {
     "joint": (joint, "lazy"),
     "compiled": (compiled, "lazy"),
     "hosted": (compiled, "cpu"),
+    "audited": (audited, "cpu"),
     "bridge": (bridge, "cpu"),
 }
 

@@ -18,19 +18,20 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torchlazy.lazy.compiled.capture.autograd_facts import SlotGraphs
 from torchlazy.lazy.compiled.capture.backward import BackwardEffects, collect_garbage, collector_runs, runs_python
 from torchlazy.lazy.compiled.capture.escaped_numbers import EscapedNumbers
-from torchlazy.lazy.compiled.capture.growing import Size, size_of
 from torchlazy.lazy.compiled.capture.joint import gradient_edges, graphs_of, joint_run, refuse_changed_under_autograd
+from torchlazy.lazy.compiled.capture.moving_answers import moving_answers
 from torchlazy.lazy.compiled.capture.outcome import Outcome
 from torchlazy.lazy.compiled.capture.own_view import identities_asked_by, watched_identities
 from torchlazy.lazy.compiled.capture.random import Outside
 from torchlazy.lazy.compiled.capture.reads import TensorReads
 from torchlazy.lazy.compiled.capture.session import END, Capture
 from torchlazy.lazy.compiled.capture.state import StateBefore
-from torchlazy.lazy.compiled.capture.tensor_effects import Flags, Marks, Memories, Versions, but_by_hosts
+from torchlazy.lazy.compiled.capture.tensor_effects import Flags, Marks, Memories, Versions, raised_apart
 from torchlazy.lazy.compiled.capture.threads import recorder_released
 from torchlazy.lazy.compiled.guards.code import looks_at_types, may_seed
-from torchlazy.lazy.compiled.guards.conversions import spaces_converting
+from torchlazy.lazy.compiled.guards.conversions import calls_otherwise, spaces_calling
 from torchlazy.lazy.compiled.guards.discover import TooMuch, discover
+from torchlazy.lazy.compiled.guards.growing import Size, size_of
 from torchlazy.lazy.compiled.guards.guards import Guards
 from torchlazy.lazy.compiled.guards.library_state import results_in
 from torchlazy.lazy.compiled.guards.reached import GuardedPlace, NotYet, Reached, StateSlots, stored_in
@@ -253,6 +254,7 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
                 if recorder.target != "cpu":
                     stack.enter_context(recorder_released(recorder))
             stack.enter_context(capture)
+            stack.enter_context(moving_answers(capture.refuse))
             reads = stack.enter_context(TensorReads(capture))
             stack.enter_context(tracked_math())
             on_node = partial(capture.refuse, "it puts a hook on a node of the graph of autograd")
@@ -260,8 +262,12 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
             graphs = [*graphs_of(reached), *slot_graphs.nodes]
             runs = collector_runs()
             given = handed.identities({id(x): x for x in slots.leaves}, reached.tensors)
-            converting = spaces_converting(reached.functions) if call.follows else ()
-            with watched_identities(asked, given, capture.refuse), tracked_conversions(converting):
+            spaces = spaces_calling(reached.functions, ("float", "int")) if call.follows else []
+            if call.asked is not None:
+                counted = spaces_calling(reached.functions, ("range",))
+                call.asked.all_stay = calls_otherwise(reached.functions, "range", counted)
+                spaces += counted
+            with watched_identities(asked, given, capture.refuse), tracked_conversions(spaces):
                 value = call.function(*handed.args, **handed.kwargs)
             if call.asked is not None:
                 call.asked.listens = False
@@ -277,7 +283,7 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
             lazies = [tensor for tensor, _ in after.tensors.values() if type(tensor) is LazyTensor]
             del after
             before.forget()
-            raised = versions.raised()
+            raised = moved = versions.raised()
             marks.refuse_changed(capture.refuse)
             refuse_changed_under_autograd(capture, call, edges, graphs)
             contents = handed.changes()
@@ -298,6 +304,7 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
         recorder.keep_frames = frames_were
         _restore(restore, slots, leaves)
     outside.refuse_changes()
+    capture.refuse_scattered_reads()
     if handed.has_changed_otherwise(contents):
         capture.refuse("it changes a container among its arguments in a way that is not followed")
     if joint is not None:
@@ -326,8 +333,9 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
         capture.refuse("an argument, or a value that calls replace, is a gradient of the state, too")
     guards.keep_gradients([(capture.gradients[key], grad) for key, grad in capture.gradients_on_host.items()])
     if not capture.refused:
+        raised, steps = raised_apart(found.versions(), moved, capture.steps)
         template = t.CallTemplate(
-            steps=tuple(capture.steps) if step is None else (*capture.steps, step),
+            steps=steps if step is None else (*steps, step),
             free=tuple(name for name, _, _ in free),
             read_free=tuple(read_free),
             kinds=tuple(kinds),
@@ -336,7 +344,7 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
             results=tuple(results),
             spec=found.spec,
             effects=tuple(effects),
-            versions=but_by_hosts(found.versions(), capture.steps),
+            versions=raised,
             twins=tuple(tuple(group) for group in capture.twins.values() if len(group) > 1),
             places=capture.places,
             hosts=capture.hosts,

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torchlazy.lazy.compiled.capture.autograd_facts import UNKNOWN_GRAPH, graph_of
-from torchlazy.lazy.compiled.capture.growing import Appended
 from torchlazy.lazy.compiled.capture.joint import JointCall, held_by_graph, is_freed
 from torchlazy.lazy.compiled.capture.results import (
     SetDistributedGrad,
@@ -29,6 +28,7 @@ from torchlazy.lazy.compiled.capture.results import (
 )
 from torchlazy.lazy.compiled.capture.session import Capture
 from torchlazy.lazy.compiled.capture.state import Change
+from torchlazy.lazy.compiled.guards.growing import Appended
 from torchlazy.lazy.compiled.guards.reached import Reached, without_traced
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.compiled.template.arguments import FunctionArguments, exchanged

@@ -23,9 +23,11 @@ from torchlazy.lazy.compiled.template.template import (
     FromGradient,
     FromStep,
     Host,
+    HostItem,
     HostKept,
     HostMade,
     LazyCall,
+    LazyItem,
     Memory,
     Seed,
     Segment,
@@ -49,6 +51,7 @@ from torchlazy.lazy.trace.trace import CutTrace
 aten = torch.ops.aten
 # Cuts that wait for nothing: within a captured call they are not needed.
 _SENDS_OFF = frozenset({"optimizer step", "flush", "leaving lazy_mode", "trace length limit", "sync", "synchronize"})
+_FEW_READS, _WORTH_A_READ = 64, 8  # reads of values in a call, and operators for each
 END = "end of a compiled call"
 
 
@@ -127,6 +130,12 @@ class CaptureRecord:
         if not self.refused:
             frame = frame or user_frames.user_frame()
             self.refused = f"{reason} ({frame})" if frame else reason
+
+    def refuse_scattered_reads(self) -> None:
+        """A replay that does little else than read values one by one is slower than the Python."""
+        reads = sum(isinstance(step, (HostItem, LazyItem)) for step in self.steps)
+        if reads > _FEW_READS and self.operators < _WORTH_A_READ * reads:
+            self.refuse(f"it hardly does more than read values one by one: {reads} of them")
 
     def number_of(self, value: Any, source: int) -> Any:
         """The value of a number source, as the program gets it."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchlazy.lazy.compiled.capture.growing import Appended
 from torchlazy.lazy.compiled.guards.bare_containers import BareItems, base_of
+from torchlazy.lazy.compiled.guards.growing import Appended
 from torchlazy.lazy.compiled.guards.reached import GuardedPlace, NotYet, Reached, copy_of, has_plain_keys, refill
 from torchlazy.lazy.compiled.guards.values import same_or_equal
 from torchlazy.lazy.numbers.questions import plain_size

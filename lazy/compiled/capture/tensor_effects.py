@@ -29,6 +29,7 @@ from torchlazy.lazy.compiled.template.template import (
     HostArgument,
     HostCall,
     HostKept,
+    HostMade,
     JointRun,
     LazyCall,
     Segment,
@@ -103,23 +104,42 @@ class Versions:
         return replace(step, unraised=frozenset(found))
 
 
-def but_by_hosts(raised: Sequence[torch.Tensor | int], steps: Sequence[Step]) -> tuple[torch.Tensor | int, ...]:
-    """Without the versions that the steps on ordinary tensors raise by themselves."""
-    written = Counter(
-        id(host.tensor) if isinstance(host, HostKept) else host.leaf
-        for step in steps
-        if isinstance(step, HostCall)
-        for host in step.written
-        if isinstance(host, (HostKept, HostArgument))
-    )
+def raised_apart(
+    raised: Sequence[torch.Tensor | int], moved: Sequence[torch.Tensor | int], steps: Sequence[Step]
+) -> tuple[tuple[torch.Tensor | int, ...], tuple[Step, ...]]:
+    """The raised versions but those that steps on ordinary tensors raise by themselves; and the steps, which keep the
+    versions of what the call wrote through `.data`. `moved`: all versions that the call raised."""
+    times = Counter(one if isinstance(one, int) else id(one) for one in moved)
+    found: list[Step] = []
+    by_steps: Counter[int] = Counter()
+    of_made: dict[int | None, int] = {}  # what the views that steps made are of
+    for step in steps:
+        if isinstance(step, HostCall):
+            if step.op.is_view and (viewed := _number(step.args[0], of_made)) is not None:
+                of_made.update(dict.fromkeys(step.made, viewed))
+            written = [number for host in step.written if (number := _number(host, of_made)) is not None]
+            if any(by_steps[number] >= times[number] for number in written):
+                step = replace(step, keeps_versions=True)
+            else:
+                by_steps.update(written)
+        found.append(step)
     left = []
     for one in raised:
-        key = one if isinstance(one, int) else id(one)
-        if written[key]:
-            written[key] -= 1
+        number = one if isinstance(one, int) else id(one)
+        if by_steps[number]:
+            by_steps[number] -= 1
         else:
             left.append(one)
-    return tuple(left)
+    return tuple(left), tuple(found)
+
+
+def _number(host: Any, of_made: dict[int | None, int]) -> int | None:
+    """The argument's number or the identity of the tensor that was there before the call; None for others."""
+    if isinstance(host, HostKept):
+        return None if host.constant else id(host.tensor)
+    if isinstance(host, HostMade):
+        return of_made.get(host.place)
+    return host.leaf if isinstance(host, HostArgument) else None
 
 
 def _storage(recorder: Recorder, tensor: torch.Tensor) -> LazyStorage | None:

@@ -449,6 +449,23 @@ def asks_for_any(code: types.CodeType) -> bool:
 
 
 @functools.lru_cache(maxsize=65536)
+def owners_asked(code: types.CodeType) -> frozenset[str]:
+    """Names among the arguments of `getattr` and its like, up to the first that is computed: `F` and `self` of
+    `getattr(F, self.activation)`."""
+    found: set[str] = set()
+    is_argument = False
+    for one in dis.get_instructions(code):
+        if one.opname in _NO_STEP:
+            continue
+        is_load = one.opname.startswith("LOAD_")
+        if is_load and is_argument:
+            found.add(str(one.argval))
+        is_argument = is_load and (is_argument or one.argval in _BY_GIVEN_NAME or one.argval in _BY_ANY_NAME)
+    inner = [owners_asked(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return frozenset(found).union(*inner)
+
+
+@functools.lru_cache(maxsize=65536)
 def asks_for_any_global(code: types.CodeType) -> bool:
     """Whether the code, or a function defined in it, may read globals whose names do not occur in it."""
     if any(asks_for_any_global(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)):

@@ -1,7 +1,8 @@
-"""Where the code behind a call turns a value into a number by `float(x)` and `int(x)`, as the builtins.
+"""Where the code behind a call calls `float(x)`, `int(x)` and `range(n)` as the builtins.
 
-The builtins always give plain numbers. While a call is captured, globals of these names stand before them in the
-modules of its code, and give tracked numbers of tensors, as `.item()` does.
+The builtins always give and take plain numbers. While a call is captured, globals of these names stand before them in
+the modules of its code: the first two give tracked numbers of tensors, as `.item()` does, `range` tells which size it
+was called with.
 
 Invariant: a module has such globals only where all of its code that can be found calls the names, or asks `isinstance`
 about them. Code that hands them on (`dtype=float`, `map(float, x)`) would see that they are not the builtins.
@@ -14,22 +15,23 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torchlazy.lazy.compiled.guards.code import functions_of, global_names
 
-CONVERSIONS = ("float", "int")
 _WITH_NULL = sys.version_info >= (3, 11)  # a global that is called next is marked as such
 _SKIPPED = frozenset({"CACHE", "EXTENDED_ARG", "PUSH_NULL", "RESUME", "KW_NAMES", "NOP", "PRECALL"})
 _KIND_AND_VALUE = 2  # arguments of `isinstance`
 
 
-def spaces_converting(functions: Iterable[types.FunctionType]) -> list[tuple[dict[str, Any], list[str]]]:
-    """The globals of the functions, each with the names that may stand before a builtin there."""
+def spaces_calling(
+    functions: Iterable[types.FunctionType], builtin_names: Sequence[str]
+) -> list[tuple[dict[str, Any], list[str]]]:
+    """The globals of the functions, each with those of the names that may stand before a builtin there."""
     found: dict[int, tuple[dict[str, Any], list[str], set[types.CodeType]]] = {}
     for function in functions:
-        names = [name for name in CONVERSIONS if name in global_names(function.__code__)]
+        names = [name for name in builtin_names if name in global_names(function.__code__)]
         if names:
             space = function.__globals__
             known = found.setdefault(id(space), (space, [], set(_codes_in(space))))
@@ -40,6 +42,14 @@ def spaces_converting(functions: Iterable[types.FunctionType]) -> list[tuple[dic
         for space, names, codes in found.values()
         if (safe := [name for name in names if all(_only_calls(code, name) for code in codes)])
     ]
+
+
+def calls_otherwise(
+    functions: Iterable[types.FunctionType], name: str, spaces: Iterable[tuple[dict[str, Any], list[str]]]
+) -> bool:
+    """Whether some function names the builtin where none of these globals may stand before it."""
+    covered = {id(space) for space, names in spaces if name in names}
+    return any(name in global_names(f.__code__) and id(f.__globals__) not in covered for f in functions)
 
 
 def _codes_in(space: dict[str, Any]) -> Iterator[types.CodeType]:
@@ -91,4 +101,4 @@ def _is_asked_about(found: list[dis.Instruction], place: int) -> bool:
     return _WITH_NULL and ends and calls[-1:] == ["isinstance"]
 
 
-__all__ = ["CONVERSIONS", "spaces_converting"]
+__all__ = ["calls_otherwise", "spaces_calling"]

@@ -29,6 +29,7 @@ from torchlazy.lazy.compiled.guards.code import (
     imported_names,
     is_guarded_global,
     names_in,
+    owners_asked,
     strings_named,
 )
 from torchlazy.lazy.compiled.guards.library_state import Registrations, abstract_class, why_unrepeatable
@@ -147,6 +148,8 @@ class GlobalDiscovery(DiscoveryBase):
                     self._named(own, "__getattr__", f"{path}.__getattr__", module, depth, may_change=True)
                 if not is_installed(module.__name__) and asks_for_any(code):
                     wanted.update(dict.fromkeys(name for name in own if not name.startswith("__")))
+            elif asks_for_any(code) and path.rpartition(".")[2] in owners_asked(code):
+                self._functions_in(own, path)
             self._settings_of(module, path, list(wanted))
             for attribute in wanted:
                 if attribute not in own:
@@ -157,6 +160,14 @@ class GlobalDiscovery(DiscoveryBase):
                     met.add(id(found))
                     todo.append((found, f"{path}.{attribute}"))
                 self._named(own, attribute, f"{path}.{attribute}", module, depth, may_change=not is_foreign)
+
+    def _functions_in(self, own: dict[str, Any], path: str) -> None:
+        """The functions of a library's module: code asks for one by a name that it computes."""
+        for name, found in own.items():
+            if callable(found) and not name.startswith("__") and (id(own), name) not in self.seen_names:
+                self.seen_names.add((id(own), name))
+                self.fixture(own, [(name, f"{path}.{name}")])
+                self.put_there(found, f"{path}.{name}", 1)
 
     def _named(self, space: dict[str, Any], name: str, told: str, owner: Any, depth: int, *, may_change: bool) -> None:
         """An entry of a module's dict that some code names. `may_change`: calls may store another value there."""

@@ -17,6 +17,7 @@ import pathlib
 import random
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,12 @@ def _readers() -> dict[Any, tuple[str, Reader]]:
         ("the locale", _locale): (locale.setlocale, locale.getlocale, locale.localeconv, locale.str, locale.atof),
         ("whether garbage is collected", gc.isenabled): (gc.isenabled, gc.enable, gc.disable),
         ("what NumPy does on errors", _numpy_errors): (numpy.geterr, numpy.errstate),
+        ("how NumPy prints", _numpy_prints): (
+            numpy.array2string, numpy.array_repr, numpy.array_str, numpy.printoptions,
+        ),
+        ("what becomes of warnings", _warnings): (
+            warnings.warn, warnings.warn_explicit, warnings.catch_warnings, warnings.simplefilter,
+        ),
         ("the state of Python's `random`", random.getstate): (random.getstate,),
         ("the state of `numpy.random`", _numpy_state): (numpy.random.get_state,),
         ("torch's seed", torch.initial_seed): (torch.initial_seed, torch.random.initial_seed),
@@ -144,6 +151,14 @@ def _locale() -> str:
 
 def _numpy_errors() -> tuple[Any, ...]:
     return tuple(numpy.geterr().values())
+
+
+def _numpy_prints() -> tuple[Any, ...]:
+    return tuple(numpy.get_printoptions().items())
+
+
+def _warnings() -> tuple[Any, ...]:
+    return tuple(warnings.filters)
 
 
 def _numpy_state() -> tuple[Any, ...]:

@@ -53,25 +53,28 @@ class HostArguments:
     """The arguments of a host call: what is the same at each call is made once."""
 
     def __init__(self, step: t.HostCall) -> None:
-        self._args = [_getter(value) for value in step.args]
-        self._kwargs = [(name, _getter(value)) for name, value in step.kwargs]
+        quietly = step.written if step.keeps_versions else ()
+        self._args = [_getter(value, quietly) for value in step.args]
+        self._kwargs = [(name, _getter(value, quietly)) for name, value in step.kwargs]
 
     def of(self, state: Any) -> tuple[list[Any], dict[str, Any]]:
         return [get(state) for get in self._args], {name: get(state) for name, get in self._kwargs}
 
 
-def _getter(value: Any) -> Callable[[Any], Any]:
-    """How an argument of a host call is found in a run."""
+def _getter(value: Any, quietly: Sequence[t.Host]) -> Callable[[Any], Any]:
+    """How an argument of a host call is found in a run. `quietly`: those whose versions do not move."""
     kind = type(value)
+    if kind in (t.HostArgument, t.HostKept, t.HostMade) and value in quietly:
+        return lambda state: state.host(value).data
     if kind in (t.HostArgument, t.HostMade):
         return lambda state: state.host(value)
     if kind is t.HostKept:
         return lambda state: value.tensor
     if kind is tuple:
-        if all(type(item) is t.HostKept for item in value):
+        if all(type(item) is t.HostKept and item not in quietly for item in value):
             tensors = [item.tensor for item in value]
             return lambda state: tensors
-        parts = [_getter(item) for item in value]
+        parts = [_getter(item, quietly) for item in value]
         return lambda state: [part(state) for part in parts]
     if kind is t.HostNumber:
         number = evaluator([value.expression])
@@ -99,6 +102,8 @@ def counts_together(steps: Sequence[t.Step], stops: Collection[int]) -> dict[int
 def _counted(step: t.Step) -> tuple[torch.Tensor, Any] | None:
     """The tensor to which the step adds a number, and that, if it is such a step."""
     if type(step) is not t.HostCall or step.op is not torch.ops.aten.add_.Tensor or step.kwargs or len(step.args) != 2:
+        return None
+    if step.keeps_versions:
         return None
     kept, number = step.args
     is_count = type(kept) is t.HostKept and type(number) in (int, float) and not any(p is not None for p in step.made)

@@ -115,7 +115,7 @@ def _on_host(steps: Sequence[t.HostCall]) -> Callable[[], None] | None:
 
 
 def _host_arguments(step: t.HostCall) -> tuple[list[Any], dict[str, Any]]:
-    if any(place is not None for place in step.made) or is_random(step.op):
+    if any(place is not None for place in step.made) or is_random(step.op) or step.keeps_versions:
         raise NeedsPython("it runs operators on ordinary tensors that give others")
 
     def argument(value: Any) -> Any:

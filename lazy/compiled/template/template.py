@@ -126,13 +126,14 @@ class Segment:
 @dataclass(frozen=True, slots=True, eq=False)
 class HostCall:
     """Run an operator on ordinary tensors. `args` and `kwargs` hold Hosts and HostNumbers; `made` names
-    new results, in flat order."""
+    new results, in flat order. `keeps_versions`: it writes through `.data`."""
 
     op: torch._ops.OpOverload
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     made: tuple[int | None, ...]
     written: tuple[Host, ...]
+    keeps_versions: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -35,6 +35,7 @@
 #include "operators.h"
 #include "program.h"
 #include "replayed_call.h"
+#include "watched_calls.h"
 
 namespace torchlazy {
 namespace {
@@ -1843,6 +1844,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     mark_all(found.ptr());
     return found;
   });
+  m.def("watch_calls", &WatchedCalls::begin);
+  m.def("end_watch", &WatchedCalls::end);
   m.def("mark", [](const at::Tensor& t, bool on) { mark(t, on); });
   m.def("tell_target", [](bool on) { return std::exchange(tells_target, on); });
   m.def("mark_all", [](py::handle value) { mark_all(value.ptr()); });

@@ -39,7 +39,7 @@ from torchlazy.lazy.record.tensor import LazyTensor, wrap
 from torchlazy.lazy.report import metrics
 from torchlazy.lazy.torch_private.dispatch import flatten_tree, unflatten_tree
 from torchlazy.lazy.torch_private.patches import exclude_from_dynamo
-from torchlazy.lazy.trace.geometry import geometry_like
+from torchlazy.lazy.trace.geometry import Geometry, geometry_like
 from torchlazy.lazy.trace.storage import LazyStorage
 from torchlazy.lazy.trace.user_frames import line_in
 
@@ -207,6 +207,8 @@ class GraphCall:
                 given[position] = args[position]
             with _module_tensors(self.graph_module, lambda t: twins.entered[number[id(t)]]):
                 value = self.graph_module.forward(*given)
+            if twins.are_moved():
+                raise CannotRecordJoint("an input gets another shape or other memory (`set_`, `t_`, `x.data = y`)")
             leaves, spec = flatten_tree(value)
             outputs, described = _results(whole, leaves, twins)
             changed = [t for t in twins.entered if twins.is_changed(t) and all(t is not o for o in outputs)]
@@ -320,6 +322,7 @@ class _Twins:
         self._positions: dict[int, list[int]] = {}
         self._recorder = recorder
         self._real: list[LazyStorage] = []
+        self._before: list[tuple[LazyStorage, Geometry]] = []
         for position, tensor in enumerate(tensors):
             with recorder.apart():  # inspected, not recorded
                 real = recorder.storage_of_plain(tensor)
@@ -336,6 +339,13 @@ class _Twins:
                 twin.requires_grad_(tensor.requires_grad)
             self.leaves.append(twin)
             self.entered.append(twin if tensor.is_leaf else _Enter.apply(twin))
+            self._before.append((storage, geom))
+
+    def are_moved(self) -> bool:
+        """Whether some input has another geometry or memory than at the beginning."""
+        return any(
+            (twin._storage_, twin._geometry) != was for twin, was in zip(self.entered, self._before, strict=True)
+        )
 
     def is_changed(self, twin: Any) -> bool:
         """Whether the graph wrote to it under autograd."""

@@ -215,7 +215,9 @@ class WholeGraph:
     def _run_eagerly(self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], reason: str) -> Any:
         if op.name().split(".")[0] in _NO_EFFECT:
             return None
-        if reason == "random" and torch.Tag.dynamic_output_shape not in op.tags and self.may_draw:
+        if reason == "random":
+            if torch.Tag.dynamic_output_shape in op.tags or not self.may_draw:
+                self._refuse_draw(op)
             return self.recorder.record_pure(op, args, kwargs)  # torch's own operator draws when the graph runs
         flat = [v for a in (*args, *kwargs.values()) for v in (a if isinstance(a, (list, tuple)) else (a,))]
         if all(self._is_constant(v) for v in flat if isinstance(v, LazyTensor)):

@@ -451,6 +451,13 @@ def _is_detached(tensor: LazyTensor, known: Collection[int]) -> bool:
     return True
 
 
+def _is_of_unchanged(tensor: LazyTensor, known: Collection[Any]) -> bool:
+    """Whether the tensor is a view of one whose history is that of an input: what wrote to their memory did so outside
+    autograd."""
+    base = tensor._base if tensor._is_view() else None
+    return base is not None and (base.is_leaf or base.grad_fn in known)
+
+
 def _refuse_own_rules(tensor: LazyTensor, known: Collection[Any]) -> None:
     """A view of a tensor of `known` nodes is made again by `as_strided`: hooks on it, and user functions that made it,
     would be left out of its gradient."""
@@ -507,7 +514,8 @@ def _plan_results(
         if number is not None and not storage.dirty and tensor.grad_fn is not None and not _is_known(tensor, wanted):
             raise CannotRecordJoint("an output was computed at once, by an operator that is not recorded")
         if number is not None:
-            if storage.dirty and tensor.requires_grad and tensor.grad_fn is not None:
+            under_autograd = tensor.requires_grad and tensor.grad_fn is not None and not _is_of_unchanged(tensor, nodes)
+            if storage.dirty and under_autograd:
                 if geom.bits:
                     raise CannotRecordJoint("an output is a conjugated view of an input that the function changes")
                 if len(of_storage[id(storage)]) > 1:

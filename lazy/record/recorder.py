@@ -124,11 +124,12 @@ class Recorder(RunningTrace):
         return self.general(None, op, types, args, kwargs)
 
     def forget_paths(self, cause: str = "sync") -> None:
-        """Cut for this cause and forget all known traces."""
+        """Cut for this cause and forget all known traces. Where nothing may be cut, what is recorded follows none."""
         with self.lock:
             self.cut(cause)
-            self.paths = Paths()
-            self._start_trace()
+            self.paths, self.path = Paths(), None
+            if not self.entries:
+                self._start_trace()
 
     def rules(self, asked: Callable[[Any, type], Any]) -> Callable[[Any, type], Any]:
         """What torch calls for an operator on a tensor of a class: on ours the recorder's, else `asked`'s.

@@ -243,3 +243,18 @@ def test_host_tensors_copied_into_the_state_are_not_lost():
         assert out.tolist() == [[3.0 * turn] * 3] * 2 and state.tolist() == [[float(turn)] * 3] * 2
         assert number.item() == turn
     assert run.report().replays == 4, run.report()
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_what_follows_an_operator_that_raised(device: str) -> None:
+    def step(x: torch.Tensor) -> None:
+        try:
+            x > 0  # noqa: B015
+        except (NotImplementedError, RuntimeError):
+            x.add_(-0.5)
+
+    run = torchlazy.compile(step)
+    for _ in range(6):
+        x = torch.zeros(2, dtype=torch.complex64).to(device)
+        run(x)
+        assert x.tolist() == [-0.5 + 0j] * 2

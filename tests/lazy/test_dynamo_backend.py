@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo
@@ -609,3 +610,43 @@ def test_a_backward_behind_a_graph_break_is_not_captured() -> None:
         y, told = program(torch.ones(3), 2.0)
         assert told == 6.0 and p.grad is not None and p.grad.tolist() == [2.0 * (turn + 1)] * 3
         assert y[0].tolist() == [float(turn + 2)] * 3
+
+
+def _sets_the_default_dtype(state: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    state.add_(1)
+    return x * float(np.full(2, 1.5, np.float32).sum())  # torch's capture of NumPy sets it for a moment
+
+
+def _takes_other_memory(state: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    state.data = state.detach()[::2] * 2
+    return x + 1
+
+
+def _turns_an_input(state: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    state.unsqueeze_(0)
+    return x + state.sum()
+
+
+@pytest.mark.parametrize("function", [_sets_the_default_dtype, _takes_other_memory, _turns_an_input])
+def test_inputs_that_the_graph_changes(function: Any) -> None:
+    run = torch.compile(function, backend="torchlazy")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # some graphs run eagerly
+        for _ in range(4):
+            given, other = torch.arange(4.0), torch.arange(4.0)
+            assert torch.equal(run(given, torch.ones(2)), function(other, torch.ones(2)))
+            assert torch.equal(given, other) and given.stride() == other.stride() and given._version == other._version
+
+
+def test_the_bits_of_eager_are_drawn_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchlazy.config, "rng", "eager")
+
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn(3)
+
+    run = torch.compile(draw, backend="torchlazy")
+    torch.manual_seed(1)
+    with pytest.warns(RuntimeWarning, match="draws its numbers at once"):
+        found = [run(torch.zeros(3)) for _ in range(3)]
+    torch.manual_seed(1)
+    assert all(torch.equal(a, draw(torch.zeros(3))) for a in found)

@@ -78,15 +78,15 @@ def test_a_backward_outside_is_as_in_eager(name: str, first: bool, way: str) -> 
 
 class _Doubled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x * 2
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient * 2
 
 
-def _kept_beside(x: torch.Tensor) -> Any:
+def _kept_beside(x: Tensor) -> Any:
     _Doubled.apply(x * 1).masked_fill_(x > 0, 5)
     return [x.detach(), x.chunk(2, -1)[0]]
 
@@ -129,3 +129,73 @@ def test_a_write_to_what_a_call_detached_is_one_to_its_argument(
         return found
 
     assert seen(torchlazy.compile(DETACHED[name]), device) == seen(DETACHED[name], "cpu")
+
+
+# ---- versions of what is written through `.data`
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_writes_through_data_raise_no_version(shape: tuple[int, ...], device: str) -> None:
+    state = torch.zeros(shape).to(device)
+    weight = torch.nn.Parameter(torch.zeros(shape).to(device))
+
+    def step(x: Tensor) -> Tensor:
+        state.data.add_(1)
+        weight.data.clamp_(0, 1)
+        x.data.mul_(2)
+        return x + 1
+
+    run, x = torchlazy.compile(step), torch.ones(shape).to(device)
+    versions = state._version, weight._version, x._version
+    for _ in range(6):
+        run(x)
+    assert (state._version, weight._version, x._version) == versions
+    assert state.flatten()[0].item() == 6 and x.flatten()[0].item() == 64
+
+
+def test_versions_of_detached_numbers_are_raised() -> None:
+    state = torch.zeros(())
+
+    def step(x: Tensor) -> Tensor:
+        state.detach().add_(1)
+        state.data.add_(1)
+        return x + 1
+
+    run, begin = torchlazy.compile(step), state._version
+    for count in range(1, 7):
+        run(torch.ones(3))
+        assert state._version == begin + count
+    assert state.item() == 12
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_views_of_leaves_written_through_data(device: str) -> None:
+    def step(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        view = weight.view_as(weight)
+        view.data.add_(1)
+        return x.exp(), view
+
+    run, x = torchlazy.compile(step), torch.ones(3).to(device)
+    for _ in range(6):
+        weight = torch.ones(4).to(device).requires_grad_()
+        version = weight._version
+        _, view = run(x, weight)
+        assert (weight._version, view._version) == (version, version)
+        assert weight.tolist() == [2.0] * 4 == view.tolist()
+        (view * 3).sum().backward()
+        assert weight.grad is not None and weight.grad.tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_an_argument_turned_in_place_beside_a_joint(device: str) -> None:
+    def step(x: Tensor, weight: Tensor) -> Tensor:
+        x.t_()
+        return weight * 2
+
+    run, weight = torchlazy.compile(step), torch.ones(4).to(device).requires_grad_()
+    for _ in range(6):
+        x = torch.ones(3, 2).to(device)
+        version = x._version
+        run(x, weight)
+        assert (tuple(x.shape), x._version) == ((2, 3), version + 1)

@@ -308,7 +308,7 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
     if handed.has_changed_otherwise(contents):
         capture.refuse("it changes a container among its arguments in a way that is not followed")
     if joint is not None:
-        raised = versions.raised_by(capture.steps)
+        raised = versions.raised_by(capture.steps, joint.step)
     found = Outcome(recorder, call, reached, capture, value, grads, joint, raised, handed)
     found.refuse_held(value)
     step = None if joint is None else versions.with_unraised(joint.step)

@@ -214,6 +214,9 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         self._may_run_at_once = op if can_run_again(op) else None
         try:
             return op(*args, **kwargs)
+        except BaseException:  # the code may catch it
+            self._ran_at_once, self._entered = "", []
+            raise
         finally:
             self._may_run_at_once = self.runs_now = None
 

@@ -73,35 +73,34 @@ class Versions:
         self._memories = {storage for _, storage in moved}
         return tuple(name for name, _ in moved)
 
-    def raised_by(self, steps: Sequence[Step]) -> tuple[torch.Tensor | int, ...]:
-        """Those of the raised ones that the programs of these steps write to. Ask `raised` before."""
-        written: set[LazyStorage | None] = set()
+    def raised_by(self, steps: Sequence[Step], joint: JointRun) -> tuple[torch.Tensor | int, ...]:
+        """Those of the raised ones that the programs of these steps write to, and those that nothing writes to, as
+        `t_` does. Ask `raised` before."""
+        ends = {self._storage_of(memory) for memory in _written_by(joint).values()}
+        written = {storage for _, storage in self._moved} - ends
         for step in steps:
             targets = memory_written(step) if isinstance(step, LazyCall) else ()
-            for target in step.targets if isinstance(step, Segment) else targets:
-                if isinstance(target, FromState):
-                    written.add(target.storage)
-                elif isinstance(target, FromData):
-                    written.add(self._of_state.get(id(target.owner)))
-                elif isinstance(target, FromArgument):
-                    written.add(self._of_leaves.get(target.leaf))
+            written.update(map(self._storage_of, step.targets if isinstance(step, Segment) else targets))
         return tuple(name for name, storage in self._moved if storage in written)
 
     def with_unraised(self, step: JointRun) -> JointRun:
         """The step that knows which of its inputs are written without raising a version. Ask `raised` before."""
-        found = set()
-        for position in (*(w.input for w in step.joint.writes), *(u.input for u in step.joint.updates)):
-            memory, _ = step.inputs[position]
-            storage: LazyStorage | None = None
-            if isinstance(memory, FromState):
-                storage = memory.storage
-            elif isinstance(memory, FromData):
-                storage = self._of_state.get(id(memory.owner))
-            elif isinstance(memory, FromArgument):
-                storage = self._of_leaves.get(memory.leaf)
-            if storage is not None and storage not in self._memories:
-                found.add(position)
+        storages = {position: self._storage_of(memory) for position, memory in _written_by(step).items()}
+        found = {at for at, storage in storages.items() if storage is not None and storage not in self._memories}
         return replace(step, unraised=frozenset(found))
+
+    def _storage_of(self, memory: Any) -> LazyStorage | None:
+        if isinstance(memory, FromState):
+            return memory.storage
+        if isinstance(memory, FromData):
+            return self._of_state.get(id(memory.owner))
+        return self._of_leaves.get(memory.leaf) if isinstance(memory, FromArgument) else None
+
+
+def _written_by(step: JointRun) -> dict[int, Any]:
+    """Numbers of the inputs that the joint writes to, with their memory."""
+    numbers = [*(w.input for w in step.joint.writes), *(u.input for u in step.joint.updates)]
+    return {number: step.inputs[number][0] for number in numbers}
 
 
 def raised_apart(

@@ -182,7 +182,7 @@ class GraphedPair:
         if self._returned or not all(self._stays[0][given] for given in donated.values()):
             raise CannotCapture("it overwrites memory that moves")
         shown = dict(zip(self._shown, self._results[0], strict=True))
-        given = {address_of(value): number for number, value in enumerate(self._given)}
+        given = {at: number for number, value in enumerate(self._given) if (at := address_of(value))}  # 0: it is empty
         outputs: list[Any] = []
         for number, place in enumerate(self._places):
             is_given = donated.get(number, given.get(place.address))

@@ -247,6 +247,18 @@ def test_a_capture_that_is_refused_once_is_made_again(monkeypatch: pytest.Monkey
     assert not [reason for reason in metrics["fallbacks"] if "no CUDA graph" in reason]
 
 
+def test_empty_results_are_no_inputs(device: GraphDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All empty tensors lie at address 0."""
+    monkeypatch.setattr(torchlazy.config, "tiers", "foreground")
+    model = nn.Linear(3, 3)
+    run = torchlazy.compile(lambda x, none, other: (model(x), none * 2, other + 1), mode="reduce-overhead", audit=False)
+    for _ in range(12):
+        y, none, other = run(torch.ones(2, 3), torch.ones(5, 0), torch.ones(0, 4, 2))
+        assert (tuple(none.shape), tuple(other.shape)) == ((5, 0), (0, 4, 2))
+        y.sum().backward()
+    assert torchlazy.metrics()["graph_replays"]
+
+
 def test_a_setting_makes_graphs_in_the_default_mode(device: GraphDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(plain, False, mode="default")["graph_replays"] == 0
     monkeypatch.setattr(torchlazy.config, "cuda_graphs", "on")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -160,3 +161,30 @@ def test_each_result_is_an_object_of_its_own(step: Any) -> None:
         seen[-1].append([w.grad.tolist()])
     assert seen[0] == seen[1]
     assert called.report().replays >= 3
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+@pytest.mark.parametrize("index", [..., 0, slice(None)], ids=str)
+def test_results_written_through_views_may_be_written_again(index: Any, device: str) -> None:
+    head = torch.nn.Linear(3, 3).to(device)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = head(x)
+        y[index] += 1
+        return y
+
+    run = torchlazy.compile(step)
+    for _ in range(6):
+        found = run(torch.ones(2, 3).to(device))
+        assert not found._is_view()
+        found.mul_(2).sum().backward()
+    assert head.bias.grad is not None and head.bias.grad.tolist() == [24.0] * 3
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_a_view_of_a_leaf_that_the_call_makes(device: str) -> None:
+    run = torchlazy.compile(lambda x: (x * 1).requires_grad_()[:1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # it is refused
+        found = [run(torch.ones(3).to(device)) for _ in range(6)]
+    assert all(one.requires_grad and not one.is_leaf for one in found)

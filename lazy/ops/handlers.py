@@ -333,29 +333,31 @@ def batch_norm(recorder: Recorder, plan: OpPlan, args: Sequence[Any], kwargs: di
     """`native_batch_norm` and `cudnn_batch_norm` write the running statistics, undeclared: record these writes."""
     if kwargs:
         return NotImplemented
-    x, weight, bias, mean, var, training, momentum, eps = args
+    x = args[0]
     if x.dim() < 2:
         low, high = -max(x.dim(), 1), max(x.dim(), 1) - 1
         raise IndexError(
             f"Dimension out of range (expected to be in range of [{low}, {high}], but got 1): the channels of the norm"
         )
-    if mean is None or var is None or not training:
-        if plan.op is not aten.native_batch_norm.default:
-            return NotImplemented
-        legit = aten._native_batch_norm_legit
-        if mean is None or var is None:
-            return recorder.dispatch(legit.no_stats, (x, weight, bias, training, momentum, eps), {})
-        return recorder.record_pure(aten.native_batch_norm.default, args, kwargs)
-    out, save_mean, save_invstd, new_mean, new_var = recorder.record_pure(
-        _BATCH_NORM, (x, weight, bias, mean, var, training, momentum, eps), {}
-    )
+    found = _batch_norm(recorder, args)
+    if plan.op is aten.cudnn_batch_norm.default:
+        return *found, recorder.dispatch(aten.new_empty.default, (x, [0]), {"dtype": torch.uint8})
+    return found
+
+
+def _batch_norm(recorder: Recorder, args: Sequence[Any]) -> tuple[Any, ...]:
+    """The results of `native_batch_norm`."""
+    x, weight, bias, mean, var, training, momentum, eps = args
+    if mean is None or var is None:
+        legit = aten._native_batch_norm_legit.no_stats
+        return tuple(recorder.dispatch(legit, (x, weight, bias, training, momentum, eps), {}))
+    if not training:
+        return tuple(recorder.record_pure(aten.native_batch_norm.default, args, {}))
+    out, save_mean, save_invstd, new_mean, new_var = recorder.record_pure(_BATCH_NORM, args, {})
     if mean._storage_ is var._storage_ and overlap(mean._geometry, var._geometry):
         new_var = _behind(recorder, mean, var, new_mean, new_var, momentum)
     recorder.write(mean, recorder.read(new_mean))
     recorder.write(var, recorder.read(new_var))
-    if plan.op is aten.cudnn_batch_norm.default:
-        reserve = recorder.dispatch(aten.new_empty.default, (x, [0]), {"dtype": torch.uint8})
-        return out, save_mean, save_invstd, reserve
     return out, save_mean, save_invstd
 
 

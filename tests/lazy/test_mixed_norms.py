@@ -57,3 +57,20 @@ def test_backward_after_a_cut_under_autocast(module: torch.nn.Module) -> None:
     for mine, theirs in zip(have, want, strict=True):
         assert mine.dtype == theirs.dtype
         torch.testing.assert_close(mine.cpu(), theirs, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize(("training", "stats"), [(False, True), (True, True), (True, False)])
+def test_cudnn_s_norm_is_recorded(training: bool, stats: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU torch takes it in float32, for norms in evaluation, too."""
+    monkeypatch.setattr(torchlazy.config, "native_device", "off")
+    given = [torch.randn(4, 3, 5), torch.ones(3), torch.zeros(3)]
+    mean, var = (torch.full((3,), 0.5), torch.full((3,), 2.0)) if stats else (None, None)
+    lazy = [t.to("lazy") if t is not None else None for t in (*given, mean, var)]
+    torchlazy.reset_metrics()
+    found = torch.ops.aten.cudnn_batch_norm(*lazy, training, 0.1, 1e-5)
+    wanted = torch.ops.aten.native_batch_norm(*given, mean, var, training, 0.1, 1e-5)
+    for have, want in zip(found[:3], wanted, strict=True):
+        torch.testing.assert_close(have.cpu(), want)
+    assert found[3].shape == (0,) and found[3].dtype is torch.uint8
+    assert mean is None or torch.allclose(lazy[3].cpu(), mean)
+    assert not torchlazy.metrics()["fallbacks"]

@@ -883,3 +883,31 @@ def test_a_slow_program_is_given_up_and_told_once_it_is_what_it_will_be(
         assert_same(y, (x + 1).sin().exp())
     told = [reason for reason in torchlazy.metrics()["fallbacks"] if "not faster than its operators" in reason]
     assert (counts()["programs"] <= 14, len(told)) == (is_final, int(is_final))
+
+
+def test_traces_that_take_turns_are_followed_whole() -> None:
+    """They begin alike; only traces that do not come again as a whole end where they part."""
+    weights = [torch.randn(4, 4), torch.randn(2, 4), torch.randn(2, 4)]
+
+    def begun(x: Tensor) -> Tensor:
+        for _ in range(5):
+            x = torch.relu(x @ weights[0]) * 0.5
+        return x
+
+    def step(x: Tensor) -> list[float]:
+        first = begun(x)
+        for _ in range(8):
+            first = torch.tanh(first + weights[1])
+        told = [float(first.sum())]
+        second = begun(x)
+        for _ in range(9):
+            second = torch.sin(second * weights[2])
+        return [*told, float(second.sum())]
+
+    for _ in range(20):
+        x = torch.randn(2, 4)
+        with torchlazy.lazy_mode():
+            have = step(x)
+        assert_same(have, step(x))
+    causes = LIBRARY.module.causes()
+    assert set(causes) == {"item"} and counts()["programs"] >= 20, (causes, counts())

@@ -275,6 +275,12 @@ class Recorder {
     uint64_t next, next_skeleton;
     int partings, partings_of_sizes;
   };
+  struct Parting {  // of this trace from another one
+    uint64_t at;  // the hash of what came before
+    size_t entries;
+    bool of_sizes;
+  };
+  std::vector<Parting> partings_;
   std::unordered_map<uint64_t, Branch> branches_;  // by the hash of what came before: what came next
 
   static void below(const c10::OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
@@ -337,6 +343,7 @@ class Recorder {
   void part_at(uint64_t hash, size_t entries);
   void part_here();
   void note_branch(uint64_t before);
+  void count_partings();
   bool is_turn(size_t period);
   void look_for_repetition();
   void start_over();
@@ -682,7 +689,7 @@ void Recorder::record(Operator& op, DispatchKeySet keys, Stack* stack, std::uniq
     if (state_ == State::FOLLOWS) {
       ++counts.partings;
       const auto skeleton = hash_skeleton(skeleton_, &op, c10::InferenceMode::is_enabled(), words_.data(), words_.size());
-      if (skeleton != path_->skeletons[position_ + 1] && ++path_->stops[position_] >= PARTINGS) part_here();
+      if (skeleton != path_->skeletons[position_ + 1]) partings_.push_back({path_->sizes ? skeleton_ : hash_, position_, false});
       stop_following();
     }
     for (Memory& m : memories_) m.held.reset();
@@ -1104,15 +1111,22 @@ void Recorder::part_at(uint64_t hash, size_t entries) {
 
 void Recorder::part_here() { part_at(path_->sizes ? skeleton_ : hash_, position_); }
 
-// Traces that part here again and again end here from then on, whether or not one of them has a program yet.
 void Recorder::note_branch(uint64_t before) {
   if (branches_.size() >= MOST_BRANCHES) branches_.clear();
   auto [found, is_new] = branches_.try_emplace(before, Branch{hash_, skeleton_, 0, 0});
   if (is_new || found->second.next == hash_) return;
   const bool in_sizes_only = found->second.next_skeleton == skeleton_;
   found->second.next = hash_, found->second.next_skeleton = skeleton_;
-  Branch& branch = found->second;
-  if (in_sizes_only ? ++branch.partings_of_sizes >= PARTINGS_OF_SIZES : ++branch.partings >= PARTINGS) part_at(before, log_.entries.size() - 1);
+  if (partings_.empty() || partings_.back().at != before) partings_.push_back({before, log_.entries.size() - 1, in_sizes_only});
+}
+
+// The trace came for the first time as a whole. Where such traces part from others again and again they end from then on,
+// whether or not one of them has a program yet; those that come again as a whole have programs of their own.
+void Recorder::count_partings() {
+  for (const Parting& parting : partings_) {
+    Branch& branch = branches_.try_emplace(parting.at, Branch{hash_, skeleton_, 0, 0}).first->second;
+    if (parting.of_sizes ? ++branch.partings_of_sizes >= PARTINGS_OF_SIZES : ++branch.partings >= PARTINGS) part_at(parting.at, parting.entries);
+  }
 }
 
 // Whether the log's last `period` operators are a turn of a loop, and no layer of a model that has several alike: what came
@@ -1230,6 +1244,7 @@ void Recorder::start_over() {
   log_.clear();
   stream_.reset(), draws_.generator.reset();
   launched_ = 0, may_launch_ = true, drawn_.reset();
+  partings_.clear();
   ended_ns_ = now_ns();
   state_ = State::START, path_ = nullptr, position_ = 0;
   ++trace_number_;
@@ -1437,14 +1452,17 @@ void Recorder::leave_stages() {
 
 void Recorder::finish_log() {
   if (!hooks) return;
-  if (is_odd_ || log_.entries.size() < least_entries) return count_trace(log_.entries.size(), true);
+  if (is_odd_ || log_.entries.size() < least_entries) {
+    count_partings();
+    return count_trace(log_.entries.size(), true);
+  }
   if (trace_number_ % LOOKS == LOOKS - 1) {
     const InPython in_python;
     forget_old();
   }
   Known& now = known[hash_];
   now.hash = hash_, now.entries = log_.entries.size(), now.last = trace_number_;
-  ++now.count;
+  if (!now.count++) count_partings();
   const int64_t taken = now_ns() - begun_ns_;
   now.least_ns = std::min(now.least_ns, taken);
   Family& family = families[skeleton_];

@@ -23,6 +23,7 @@ from torchlazy.lazy.compiled.replay.replay import Replay
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.compiled.template.argument_facts import facts_of
 from torchlazy.lazy.compiled.template.objects import unflatten_open
+from torchlazy.lazy.compiled.template.views import are_on
 from torchlazy.lazy.numbers.expr import Expression, evaluator, places_in
 from torchlazy.lazy.torch_private.dispatch import flatten_tree
 
@@ -191,7 +192,7 @@ class Variant:
         no argument is known to share memory with the state, and none did in the captured call."""
         if self.slot_names:
             held = self.slots.now()
-            if held is None:
+            if held is None or are_on(held, given, leaves):
                 return None
             given, leaves = given + held, leaves + held
         if not unaliased and aliases_in(given, self.guards.memories) != self.aliases:

@@ -52,7 +52,6 @@ class Programs:
 
     def __init__(self, recorder: Recorder, driver: Any, library: Any) -> None:
         self.recorder, self.driver, self.library = recorder, driver, library
-        self._count_eager = recorder.on_eager
 
     def cut(self, cause: str, operators: int) -> None:
         """A trace of so many operators ends here; `cause` is "name: reason" where an operator runs at once."""
@@ -63,7 +62,7 @@ class Programs:
         metrics.ops += operators
         name, is_operator, reason = cause.partition(": ")
         if is_operator:
-            self._count_eager(f"aten.{name}", reason)
+            self.recorder.on_eager(f"aten.{name}", reason)
 
     def given_up(self, reason: str) -> None:
         """A known trace is not followed any more: its operators run at once."""

@@ -18,12 +18,14 @@ import torch
 
 from tests.fuzz import templates
 from tests.fuzz.program import PACKINGS, Program
-from tests.fuzz.world import MEMORY, NAMES, Call, Inputs, World, arguments
+from tests.fuzz.world import MEMORY, MEMORY_OF_LEAVES, NAMES, Call, Inputs, World, arguments
 from tests.lazy.random_programs import CHANGES, DTYPES, LINES, SHAPES, Drawing
 
 _LARGEST = 3000  # elements of a tensor
 _TRIES = 5  # for each line that is wanted
+_AGAIN = 0.7  # how often a topic whose line did not fit gets another one
 PLAIN = ("", "rows", "moved", "columns")
+_ALIKE = ((1, True), (1, 1.0, True), (0, False), (0, 0.0, False), (2, 2.0))  # equal numbers of other types
 _DRAWN_VALUES = ("view", "new", "take", "reduce", "nn")
 
 
@@ -58,10 +60,16 @@ class Writer(Drawing):
                     dtype,
                     shape,
                     leaf,
-                    draw.choice(MEMORY if draw.random() < 0.7 or not self.tame else PLAIN),
+                    draw.choice(self.memory(leaf)),
                 )
             )
         self.program = Program(seed, tuple(inputs), draw.choice(PACKINGS), "", self.calls())
+
+    def memory(self, leaf: bool) -> tuple[str, ...]:
+        """Kinds of memory of which an argument has one."""
+        if self.tame and self.random.random() < 0.3:
+            return PLAIN
+        return MEMORY_OF_LEAVES if leaf else MEMORY
 
     def calls(self) -> tuple[Call, ...]:
         draw = self.random
@@ -86,6 +94,10 @@ class Writer(Drawing):
         numbers = [
             (draw.choice([0.5, 1.5, 2.0, 0.25]), draw.randrange(5), draw.choice([0.5, 1, True, 2])) for _ in sizes
         ]
+        numbers = [numbers[i * vary] for i in range(count)]
+        if draw.random() < (0.7 if any("k2" in text for texts, _ in self.topics for text in texts) else 0.1):
+            alike = draw.choice(_ALIKE)
+            numbers = [(k0, k1, draw.choice(alike)) for k0, k1, _ in numbers]
         own = [text for _, texts in self.topics for text in texts]
 
         def change(number: int) -> str:
@@ -95,7 +107,7 @@ class Writer(Drawing):
             return draw.choice(changes) if draw.random() < busy else ""
 
         return tuple(
-            Call(n, m, numbers[i * vary], draw.randrange(1000), change(i), after if draw.random() < 0.8 else "")
+            Call(n, m, numbers[i], draw.randrange(1000), change(i), after if draw.random() < 0.8 else "")
             for i, (n, m) in enumerate(sizes)
         )
 
@@ -189,16 +201,19 @@ def draw_program(seed: int) -> Program:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         writer.names = _try(writer, [], [0]) or {}
-        lines = [draw.choice(texts) for texts, _ in writer.topics]
+        topics = [texts for texts, _ in writer.topics]
         for _ in range(length * _TRIES):
             if len(body) == length:
                 break
+            texts, names = topics.pop() if topics else (), None
             with contextlib.suppress(LookupError, RuntimeError):  # nothing fits; torch refuses to tell of a view
-                piece = writer.one(lines.pop(), {}) if lines else writer.piece()
+                piece = writer.one(draw.choice(texts), {}) if texts else writer.piece()
                 names = _accepted(writer, body, piece)
-                if names is not None:
-                    writer.names = names
-                    body.append(piece)
+            if names is not None:
+                writer.names = names
+                body.append(piece)
+            elif texts and draw.random() < _AGAIN:
+                topics.insert(0, texts)
         result = writer.result()
     source = writer.program.opening() + "\n".join("    " + row for text in body for row in text.split("\n"))
     return replace(writer.program, source=f"{source.rstrip()}\n    return {result}\n")

@@ -365,6 +365,72 @@ TOPICS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     ),
     (
         (
+            "$v = $x * (2 if isinstance(k2, bool) else 3)",
+            "$v = $x + 1 if type(k2) is int else $x * 2",
+            "told.append(type(k2).__name__)",
+            "told.append(str(k2))",
+            "$v = torch.tensor(k2, device=dev) * 1",
+        ),
+        (),
+    ),
+    (
+        (
+            "$v = $x * {int: 2, float: 3, bool: 5}[type(S.k)]",
+            "$v = torch.full((2,), S.k, device=dev)",
+            "told.append(str(S.k))",
+        ),
+        (
+            "S.k = 1",
+            "S.k = 1.0",
+            "S.k = True",
+        ),
+    ),
+    (
+        (
+            "$v = torch.autograd.grad(($leaf * $y).sum(), $leaf)[0]",
+            "$v = torch.autograd.grad(($leaf * k0).square().sum(), $leaf)[0] * 2",
+            "$v = torch.autograd.grad($leaf.$unary().sum(), $leaf, create_graph=True)[0]",
+            "$v = torch.autograd.grad(($leaf / ($f + k0)).sum(), $leaf)[0] + 1",
+            "($leaf * k0).sum().backward()",
+        ),
+        (),
+    ),
+    (
+        (
+            "$v = torch.var($f, $d, correction=k1)",
+            "$v = $f.var($d, unbiased=False)",
+            "$v = torch.var($f, $d, correction=$e, keepdim=True) * $f",
+            "$v = $f - torch.var($f, correction=0)",
+            "$v = torch.std($f, $d, correction=$e) + torch.var($f, $d, correction=2)",
+            "$v = torch.var_mean($f, $d, correction=$e)[0]",
+            "$v = torch.fmod($x, $n) + 1",
+            "$v = torch.fmod($f, $z.detach() - $n)",
+        ),
+        (),
+    ),
+    (
+        (
+            "$v = ($leaf - $y).$unary(); ($v * $v.sin()).sum().backward()",
+            "w = ($leaf / ($z.detach().square() + k0)).tanh(); (w.exp() * w).sum().backward()",
+            "w = torch.atan2($leaf, $z.detach() + 2); (w * w).sum().backward()",
+            "w = k0 - torch.where($leaf > 0, $leaf, $z.detach() * 2); (w.sin() * w.tanh()).mean().backward()",
+            "w = ($leaf.abs() + 0.5) ** ($z.detach().sigmoid() - $n); w.square().sum().backward()",
+            "w = torch.lerp($leaf, $z.detach(), 0.25) - $z.detach(); (w.cos() * w).sum().backward()",
+        ),
+        (),
+    ),
+    (
+        (
+            "$v = torch.softmax(torch.softmax($f, $d).flip($d), $d).roll(1, $d)",
+            "$v = $f\nfor i in range(k1 % 3 + 2):\n    $v = torch.softmax($v.flip($d), $d)",
+            "$v = $f\nfor i in range(k1 % 3 + 2):\n    $v = F.layer_norm($v.transpose($d, $d), $f.shape[-1:]) + $v",
+            "$v = ($f - $f.mean($d, keepdim=True)).roll(1, $d); $v = ($v / ($v.amax($d, keepdim=True) + 2)).flip($d)",
+            "$v = torch.softmax($f, $d); $v = ($v @ $v.mT).flip($d) @ $v; $v = torch.log_softmax($v.roll(1, $d), $d)",
+        ),
+        (),
+    ),
+    (
+        (
             "$v = $x * 2 if bool($x.sum() > 0) else $x - 1",
             "$v = $x * int(($x > 0).sum())",
         ),

@@ -44,7 +44,7 @@ def test_what_is_known_still_differs(known):
     """Else it is to leave the table."""
     program = load(known.program)
     for way in known.ways:
-        found = failures(program, (way,))
+        found = failures(program, (way,), tier0=not known.compiled)
         assert found and known.is_it(program, found[0]), found
 
 
@@ -99,7 +99,7 @@ def test_a_saved_program_is_checked(monkeypatch):
 
 @pytest.mark.parametrize("words", ["fmod is decomposed as remainder", "writes to views do not reach their bases"])
 def test_a_planted_fault_is_found(words):
-    command = [sys.executable, "-m", "tests.fuzz", "--planted", words, "--seeds", "0:200", "--seconds", "200"]
+    command = [sys.executable, "-m", "tests.fuzz", "--planted", words, "--seeds", "0:500", "--seconds", "200"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout + done.stderr
     assert words in done.stdout and "1 of 1 planted faults found" in done.stdout

@@ -20,6 +20,7 @@ import torchlazy
 from torchlazy.lazy.api import driver
 from torchlazy.lazy.compiled import race
 from torchlazy.lazy.joint.graphs import JointGraphs
+from torchlazy.lazy.native.sizes import KnownSizes
 from torchlazy.lazy.numbers.matcher import Matcher
 from torchlazy.lazy.numbers.unify import CannotUnify, unify
 from torchlazy.lazy.run.driver import WhichTrace
@@ -46,6 +47,7 @@ MORE_WAYS = (
     "bridge",
     "module_graphs",
 )
+_MOST_PIECES = 16
 _LATE = ("out of range", "out of bounds", "bounds", "ZeroDivisionError")  # lies in the values: raised at the cut
 
 
@@ -188,6 +190,29 @@ def followed() -> Iterator[None]:
         config.native, config.tiers, tiers.look_up = kept
 
 
+@contextlib.contextmanager
+def _sizes_at_once() -> Iterator[None]:
+    """Inside, the path for traces that differ in sizes only is there once enough of them came: its pieces of work are
+    not one for each call, of which a program makes few."""
+    plan = KnownSizes.plan
+
+    def all_pieces(*args: Any) -> Any:
+        found = (plan(*args) for _ in range(_MOST_PIECES))
+        return next((one for one in found if one is not None), None)
+
+    KnownSizes.plan = all_pieces  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        KnownSizes.plan = plan  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _followed_at_all_sizes() -> Iterator[None]:
+    with followed(), _sizes_at_once():
+        yield
+
+
 def _on_native_device() -> contextlib.AbstractContextManager[None]:
     """Inside, tensors on the lazy device are recorded natively."""
     return _set("native_device", "on")
@@ -195,7 +220,7 @@ def _on_native_device() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _followed_on_device() -> Iterator[None]:
-    with followed(), _on_native_device():
+    with followed(), _sizes_at_once(), _on_native_device():
         yield
 
 
@@ -236,7 +261,7 @@ def _graphs_of_halves() -> Iterator[None]:
 
 
 _AROUND = {
-    "native": followed,
+    "native": _followed_at_all_sizes,
     "mode": recorded_in_python,
     "native_device": _followed_on_device,
     "compile_native_device": _on_native_device,

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from tests.lazy.random_programs import SPACE, tensor_of
 
 
-@dataclass
+@dataclass(repr=False)
 class Box:
-    """A container with fields."""
+    """A container with fields. A `__repr__` that is made for it asks for identities, and its code would be reached."""
 
     t: Any
     k: float = 1.5
@@ -129,7 +129,9 @@ class Call(NamedTuple):
 MEMORY = (
     "", "", "", "turned", "expanded", "every other", "of the last", "rows", "columns", "one wide", "hooked", "computed",
     "moved", "same", "state", "overlapping", "at times turned", "at times same", "at times state", "at times frozen",
+    "at times hooked",
 )  # fmt: skip
+MEMORY_OF_LEAVES = (*MEMORY, *["hooked", "at times hooked", "computed", "at times frozen"] * 3)
 
 
 def _in_memory(t: torch.Tensor, memory: str, last: torch.Tensor | None, S: World, call: Call) -> torch.Tensor:
@@ -183,8 +185,8 @@ def arguments(inputs: tuple[Inputs, ...], call: Call, device: str, S: World) -> 
             if memory == "computed":
                 made[f"leaf of {name}"] = t
                 t = t * 1.5
-            if memory == "hooked":
-                t.register_hook(lambda grad: grad * 2)
+            if memory == "hooked" or (memory == "at times hooked" and call.seed % 2):
+                t.register_hook(lambda grad: grad * (2 + call.seed % 3))
         made[name] = last = t
     return made
 

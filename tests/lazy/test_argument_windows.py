@@ -361,3 +361,19 @@ def test_state_gets_views_of_the_window_beside_a_gradient(form: str, needs_gradi
         assert torch.equal(data, torch.tensor([0.0, 2.0, 2.0, 4.0, 4.0, 6.0]))
         assert state.seen[-1].stride() == (2,) and (form != "itself" or state.seen[-1] is window)
         assert result.requires_grad == needs_gradient and result.item() == 3
+
+
+def test_a_window_that_is_in_a_place_of_the_state_that_changes() -> None:
+    class State:
+        b: torch.Tensor
+
+    def call(state: Any, x: torch.Tensor) -> torch.Tensor:
+        state.b.add_(1)
+        return x * 2
+
+    compiled, state = torchlazy.compile(call), State()
+    for i in range(12):
+        state.b = torch.arange(8.0)[:4]
+        x = torch.arange(8.0)[:4] if i < 6 or i % 2 else state.b
+        assert torch.equal(compiled(state, x), x * 2)
+        assert torch.equal(state.b, torch.arange(1.0, 5.0)) and state.b._base[4] == 4

@@ -108,6 +108,12 @@ def test_code_that_asks_for_the_very_type_gets_plain_numbers():
     assert any("numbers are not followed" in reason for reason in report.reasons)
 
 
+def test_code_with_a_table_of_types_gets_plain_numbers():
+    wanted, found, report = outcomes(lambda x, a: (x * {float: a, int: 3.0}[type(a)], 0))
+    assert found == wanted
+    assert any("numbers are not followed" in reason for reason in report.reasons)
+
+
 def test_an_optimizer_beside_code_that_asks_for_the_very_type():
     """Its step counts are read by torch's own Python, and followed all the same."""
     model = torch.nn.Linear(3, 2).to("lazy")

@@ -39,7 +39,7 @@ from torchlazy.lazy.compiled.guards.tensors import aliases_in, memory_of, moving
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.compiled.template.argument_facts import facts_of
 from torchlazy.lazy.compiled.template.arguments import FunctionArguments, Passed
-from torchlazy.lazy.compiled.template.views import ArgumentView
+from torchlazy.lazy.compiled.template.views import ArgumentView, are_on
 from torchlazy.lazy.device.mode import RecordedBlock
 from torchlazy.lazy.numbers.expr import is_many_to_one, places_in
 from torchlazy.lazy.numbers.questions import SizeQuestions
@@ -185,7 +185,7 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
     moving = moving_tensors(reached, call.moving)
     aliases = aliases_in(call.given, moving.memories())
     asked = identities_asked_by(reached.codes)
-    needs_views = bool(asked or reached.unrepeatable)
+    needs_views = bool(asked or reached.unrepeatable) or are_on(slots.leaves, call.given, call.leaves)
     if any(a is not b and (needs_views or at) for at, a, b in zip(aliases, call.leaves, call.given, strict=True)):
         raise ViewOnState
     free = _free_places(reached, call, slots)

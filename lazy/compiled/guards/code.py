@@ -162,7 +162,7 @@ def _looks_at_types(code: types.CodeType) -> bool:
         return True
     names = set(code.co_names)
     is_own = not any(part in code.co_filename for part in INSTALLED)
-    if is_own and (not _TYPE_ASKERS.isdisjoint(names) or _asks_in_c(code, names)):
+    if is_own and (not _TYPE_ASKERS.isdisjoint(names) or _asks_in_c(code, names) or _looks_up_types(code, names)):
         return True
     return "type" in names and not names.isdisjoint(_NUMBER_TYPES) and _compares_types(code)
 
@@ -180,6 +180,20 @@ def _asks_in_c(code: types.CodeType, names: set[str]) -> bool:
         powers = powers or owner == "pow"
         of_three = of_three or (instruction.opname.startswith("CALL") and instruction.arg == _MODULAR)
     return powers and of_three
+
+
+def _looks_up_types(code: types.CodeType, names: set[str]) -> bool:
+    """Whether code has the type of a value as a key: `table[type(x)]`."""
+    if "type" not in names:
+        return False
+    owner, before = None, ""
+    for instruction in dis.get_instructions(code):
+        if owner == "type" and before.startswith("CALL") and "BINARY_SUBSCR" in instruction.opname:
+            return True
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            owner = instruction.argval
+        before = instruction.opname
+    return False
 
 
 def _compares_types(code: types.CodeType) -> bool:

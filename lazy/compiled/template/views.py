@@ -44,6 +44,14 @@ def copy_argument_views(leaves: list[Any]) -> list[Any]:
     return found
 
 
+def are_on(held: Sequence[Any], given: Sequence[Any], leaves: Sequence[Any]) -> bool:
+    """Whether a copy among the leaves stands for an argument view on the memory of one of the tensors held."""
+    if given is leaves:
+        return False
+    memories = {_memory(x) for x in held if isinstance(x, _TENSOR) and is_dense(x) and not isinstance(x, LazyTensor)}
+    return any(a is not b and _memory(a) in memories for a, b in zip(given, leaves, strict=True))
+
+
 def _copied(window: torch.Tensor) -> torch.Tensor:
     """A copy on memory of its own with the view's values and strides; the view itself where its elements share memory,
     or where the gaps between them would make the copy much larger."""

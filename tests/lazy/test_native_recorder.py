@@ -887,7 +887,7 @@ def test_a_slow_program_is_given_up_and_told_once_it_is_what_it_will_be(
 
 def test_traces_that_take_turns_are_followed_whole() -> None:
     """They begin alike; only traces that do not come again as a whole end where they part."""
-    weights = [torch.randn(4, 4), torch.randn(2, 4), torch.randn(2, 4)]
+    weights, layers = [torch.randn(4, 4), torch.randn(2, 4)], [torch.randn(2, 4) for _ in range(260)]
 
     def begun(x: Tensor) -> Tensor:
         for _ in range(5):
@@ -900,12 +900,14 @@ def test_traces_that_take_turns_are_followed_whole() -> None:
             first = torch.tanh(first + weights[1])
         told = [float(first.sum())]
         second = begun(x)
-        for _ in range(9):
-            second = torch.sin(second * weights[2])
+        for weight in layers:
+            second = torch.sin(second * weight)
+        for _ in range(late):
+            second = second + 1
         return [*told, float(second.sum())]
 
-    for _ in range(20):
-        x = torch.randn(2, 4)
+    for turn in range(20):
+        x, late = torch.randn(2, 4), max(0, 1 - turn)  # the first one ends otherwise, as with an optimizer's state
         with torchlazy.lazy_mode():
             have = step(x)
         assert_same(have, step(x))

@@ -44,6 +44,7 @@ constexpr bool ABOVE_PYTHON = uint16_t(KEY) > uint16_t(DispatchKey::Python);  //
 const DispatchKeySet BELOW_KEY(DispatchKeySet::FULL_AFTER, KEY);
 constexpr size_t MOST_ENTRIES = 20000;  // a longer one is cut
 constexpr int PARTINGS = 2;             // so often traces part at one entry before they are cut there
+constexpr size_t A_STEP = 512;          // so long a trace may be a training step: the first ones make an optimizer's state
 constexpr int PARTINGS_OF_SIZES = 5;    // the same where they differ in sizes only, which one path may serve
 constexpr size_t MOST_BRANCHES = 1 << 18;
 constexpr int64_t RUNS_TOLD = 128;  // of a program for all sizes at one of them, which may get a program of its own
@@ -1123,9 +1124,10 @@ void Recorder::note_branch(uint64_t before) {
 // The trace came for the first time as a whole. Where such traces part from others again and again they end from then on,
 // whether or not one of them has a program yet; those that come again as a whole have programs of their own.
 void Recorder::count_partings() {
+  const int most = PARTINGS + (log_.entries.size() >= A_STEP);
   for (const Parting& parting : partings_) {
     Branch& branch = branches_.try_emplace(parting.at, Branch{hash_, skeleton_, 0, 0}).first->second;
-    if (parting.of_sizes ? ++branch.partings_of_sizes >= PARTINGS_OF_SIZES : ++branch.partings >= PARTINGS) part_at(parting.at, parting.entries);
+    if (parting.of_sizes ? ++branch.partings_of_sizes >= PARTINGS_OF_SIZES : ++branch.partings >= most) part_at(parting.at, parting.entries);
   }
 }
 

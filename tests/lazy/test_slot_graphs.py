@@ -5,6 +5,7 @@ Invariant: values and gradients are eager's; such calls are replayed where no gr
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -112,3 +113,20 @@ def test_values_are_eagers_and_graphs_of_earlier_calls_do_not_hinder_replays(
         assert not run.report().replays, run.report()
     elif kind is not ReadInPlace:
         assert run.report().replays >= 6, run.report()
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_a_backward_through_the_graph_of_an_argument(device: str) -> None:
+    """It is another one at each call, and its leaves get their gradients."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x.sum().backward(retain_graph=True)
+        return x + 1
+
+    run = torchlazy.compile(step, audit=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # it is refused
+        for _ in range(5):
+            leaf = torch.ones(3).to(device).requires_grad_()
+            run(leaf * 2).sum().backward()
+            assert leaf.grad is not None and leaf.grad.tolist() == [4.0] * 3

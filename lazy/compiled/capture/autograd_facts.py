@@ -16,6 +16,7 @@ place, and a replay, whose results have another graph, does not serve the call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,29 +36,42 @@ def graph_of(tensor: torch.Tensor) -> Any:
 
 
 class SlotGraphs:
-    """Watches the graphs of these tensors while a call runs."""
+    """Watches the graphs of what places of the state hold, and of arguments, while a call runs."""
 
-    def __init__(self, leaves: Iterable[Any]) -> None:
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
-        self.nodes: list[tuple[torch.Tensor, Any]] = [(tensor, tensor.grad_fn) for tensor in tensors]
-        self._is_used = False
-        self._hooks = [node.register_prehook(self._note) for _, node in self.nodes]
+    def __init__(self, leaves: Iterable[Any], arguments: Iterable[Any]) -> None:
+        self.nodes: list[tuple[torch.Tensor, Any]] = _graphs_of(leaves)
+        self._used = ""
+        self._hooks = [
+            node.register_prehook(partial(self._note, "what an earlier call left in its state"))
+            for _, node in self.nodes
+        ]
+        self._hooks += [
+            node.register_prehook(partial(self._note, "what made an argument")) for _, node in _graphs_of(arguments)
+        ]
 
-    def _note(self, gradients: Any) -> None:
-        self._is_used = True
+    def _note(self, into: str, gradients: Any) -> None:
+        self._used = self._used or into
 
     def refuse_used(self, refuse: Callable[[str], None], kept: Any) -> None:
         """No template where a backward ran through one of the graphs, or may run from what the call leaves behind."""
         for hook in self._hooks:
             hook.remove()
+        if self._used:
+            refuse(f"gradients flow into {self._used}")
         if not self.nodes:
             return
         own = {id(tensor) for tensor, _ in self.nodes}
         made = [x for x in flatten_open(kept)[0] if isinstance(x, torch.Tensor) and id(x) not in own]
         ours = {node for _, node in self.nodes}
         graphs = [graph for graph in map(graph_of, made) if graph is not UNKNOWN_GRAPH]
-        if self._is_used or any(node in ours for node in nodes_of(graphs)):
+        if any(node in ours for node in nodes_of(graphs)):
             refuse("gradients flow into what an earlier call left in its state")
+
+
+def _graphs_of(values: Iterable[Any]) -> list[tuple[torch.Tensor, Any]]:
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    found = [(tensor, graph_of(tensor)) for tensor in tensors]
+    return [(tensor, node) for tensor, node in found if node is not None and node is not UNKNOWN_GRAPH]
 
 
 def with_freed_graph(value: torch.Tensor) -> torch.Tensor:

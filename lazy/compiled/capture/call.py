@@ -181,7 +181,7 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
     slots = StateSlots(reached.slots)
     sizes = {slot.name: size_of(slot) for slot in slots.slots}
     call = replace(call, in_slots=slots.leaves)
-    slot_graphs = SlotGraphs(slots.leaves)
+    slot_graphs = SlotGraphs(slots.leaves, call.passed.leaves)
     moving = moving_tensors(reached, call.moving)
     aliases = aliases_in(call.given, moving.memories())
     asked = identities_asked_by(reached.codes)

@@ -530,7 +530,8 @@ def _plan_results(
             continue
         if id(storage) not in number_of:
             group = of_storage[id(storage)]
-            if tensor.requires_grad and tensor._is_view() and tensor._base.is_leaf and not tensor.is_leaf:
+            of = tensor._base if tensor._is_view() else None
+            if tensor.requires_grad and not tensor.is_leaf and of is not None and of.is_leaf:
                 raise CannotRecordJoint("an output is a view of a leaf that the function makes")
             is_compact = not is_part and len(group) == 1 and dense(geom) is geom and geom.span == storage.base.span
             if is_compact:

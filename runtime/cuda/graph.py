@@ -129,13 +129,10 @@ class GraphedProgram:
         for them before. The caller has asked `moved`."""
         for stage in self._stages[launched:]:
             self._replay(stage, inputs, scalars)
-        outputs: list[torch.Tensor] = []
-        for position, output in enumerate(self._outputs):
-            given = self._donated.get(position)
-            if given is not None and not self._stays[given]:
-                inputs[given].copy_(output)
-            outputs.append(output.clone() if given is None else inputs[given])
-        return outputs
+        back = [(given, self._outputs[at]) for at, given in self._donated.items() if not self._stays[given]]
+        copy_all([inputs[given] for given, _ in back], [output for _, output in back])
+        fresh = iter(copies_of([output for at, output in enumerate(self._outputs) if at not in self._donated]))
+        return [inputs[self._donated[at]] if at in self._donated else next(fresh) for at in range(len(self._outputs))]
 
     def moved(self, inputs: Sequence[torch.Tensor]) -> list[int]:
         """Which of the inputs that stay are elsewhere now."""
@@ -152,9 +149,8 @@ class GraphedProgram:
 
     def _load(self, stage: _StageGraph, inputs: ByPosition[torch.Tensor], scalars: ByPosition[float]) -> None:
         self._memory.wait_for_last()
-        for position in stage.reads.inputs:
-            if not self._stays[position]:
-                self._inputs[position].copy_(inputs[position])
+        moving = [position for position in stage.reads.inputs if not self._stays[position]]
+        copy_all([self._inputs[position] for position in moving], [inputs[position] for position in moving])
         stage.numbers.load([scalars[n] for n in stage.reads.scalars])
 
 
@@ -220,6 +216,24 @@ class GraphNumbers:
             host = torch.tensor(spread, dtype=memory.dtype, pin_memory=memory.is_cuda)
             # Pinned memory goes back to torch's allocator, which waits for the copy before it gives it out again.
             memory.copy_(host, non_blocking=True)
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source to its target: one launch for all of a dtype."""
+    kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        to, of = kinds.setdefault((target.dtype, source.dtype), ([], []))
+        to.append(target)
+        of.append(source)
+    for to, of in kinds.values():
+        torch.ops.aten._foreach_copy_.default(to, of)
+
+
+def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same values in new memory."""
+    made = [torch.empty_like(tensor) for tensor in tensors]
+    copy_all(made, tensors)
+    return made
 
 
 def room_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,16 @@ from typing import Any, Literal
 
 import torch
 from torchlazy.prims.meta import TensorMeta
-from torchlazy.runtime.cuda.graph import CannotCapture, GraphNumbers, address_of, room_like, run_and_take_back, why_not
+from torchlazy.runtime.cuda.graph import (
+    CannotCapture,
+    GraphNumbers,
+    address_of,
+    copies_of,
+    copy_all,
+    room_like,
+    run_and_take_back,
+    why_not,
+)
 from torchlazy.runtime.cuda.graph_memory import GraphMemory, graph_memory, memory_of_its_own
 from torchlazy.runtime.executor import Executable
 from torchlazy.runtime.program.memory_plan import peak_bytes
@@ -118,13 +127,11 @@ class GraphedPair:
         self._memory.replay(self._graphs[0])
         self._ran_at = self._memory.replays
         donated = dict(self._first.program.donations)
-        for given in donated.values():
-            if not self._stays[0][given]:
-                memory[given].copy_(self._given[given])
-        return [
-            memory[donated[number]] if number in donated else output.clone()
-            for number, output in zip(self._shown, self._results[0], strict=True)
-        ]
+        back = [given for given in donated.values() if not self._stays[0][given]]
+        copy_all([memory[given] for given in back], [self._given[given] for given in back])
+        shown = list(zip(self._shown, self._results[0], strict=True))
+        fresh = iter(copies_of([output for number, output in shown if number not in donated]))
+        return [memory[donated[number]] if number in donated else next(fresh) for number, _ in shown]
 
     def moved(
         self, memory: Sequence[torch.Tensor], later: Sequence[torch.Tensor | None]
@@ -149,25 +156,24 @@ class GraphedPair:
             if stay and address_of(value) != address:
                 raise RuntimeError("memory that stays has moved between the halves of a step")
         self._memory.wait_for_last()
-        for wire in self._wires:
-            if wire.kind == "own" and wire.place is not None and not self._stays[1][wire.place]:
-                room = self._own[wire.place]
-                assert room is not None
-                room.copy_(memory[wire.place])
+        rooms = {
+            wire.place: room
+            for wire in self._wires
+            if wire.kind == "own" and wire.place is not None and (room := self._own[wire.place]) is not None
+        }
+        moving = [place for place in rooms if not self._stays[1][place]]
+        copy_all([rooms[place] for place in moving], [memory[place] for place in moving])
         self._numbers[1].load([scalars[wire.number] for wire in self._wires if wire.kind == "number"])
         self._memory.replay(self._graphs[1])
-        outputs: list[torch.Tensor] = []
-        for number, output in enumerate(self._results[1]):
-            given = self._returned.get(number)
-            place = None if given is None else given.place
-            if given is None or place is None:
-                outputs.append(output.clone())
-                continue
-            stays = self._stays[0][given.number] if given.kind == "given" else self._stays[1][place]
-            if not stays:
-                memory[place].copy_(output)
-            outputs.append(memory[place])
-        return outputs
+        results = self._results[1]
+        in_place = {number: wire.place for number, wire in self._returned.items() if wire.place is not None}
+        moved = [number for number, place in in_place.items() if not self._stays_there(self._returned[number], place)]
+        copy_all([memory[in_place[number]] for number in moved], [results[number] for number in moved])
+        fresh = iter(copies_of([result for number, result in enumerate(results) if number not in in_place]))
+        return [memory[in_place[at]] if at in in_place else next(fresh) for at in range(len(results))]
+
+    def _stays_there(self, wire: Wire, place: int) -> bool:
+        return self._stays[0][wire.number] if wire.kind == "given" else self._stays[1][place]
 
     def lent(self, library: Any, room: Any, begins: Callable[[bool], bool], moved: Callable[[], None]) -> Any:
         """The captured halves as C++ runs them, one call at a time, lending what crosses to autograd: the native
@@ -288,9 +294,8 @@ class GraphedPair:
 
     def _load_first(self, memory: Sequence[torch.Tensor], scalars: Sequence[float]) -> None:
         self._memory.wait_for_last()
-        for stay, room, value in zip(self._stays[0], self._given, memory, strict=True):
-            if not stay:
-                room.copy_(value)
+        moving = [number for number, stays in enumerate(self._stays[0]) if not stays]
+        copy_all([self._given[number] for number in moving], [memory[number] for number in moving])
         self._numbers[0].load(scalars)
 
 

@@ -913,3 +913,26 @@ def test_traces_that_take_turns_are_followed_whole() -> None:
         assert_same(have, step(x))
     causes = LIBRARY.module.causes()
     assert set(causes) == {"item"} and counts()["programs"] >= 20, (causes, counts())
+
+
+CONSTANTS: dict[str, Callable[[float, Tensor], Tensor]] = {
+    "floor_divide": lambda k, x: k // x,
+    "remainder": lambda k, x: x % k,
+    "pow": lambda k, x: x.abs() ** k,
+    "gt": lambda k, x: (x > k) * 1.0,
+    "masked_fill": lambda k, x: x.masked_fill(x > 0, k),
+    "leaky_relu": lambda k, x: F.leaky_relu(x, k),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_constants_that_change_before_their_program_is_there(name: str, device: str) -> None:
+    """The program is of the trace that was learned, and serves its numbers alone."""
+    run = CONSTANTS[name]
+    x = torch.tensor([2.0, 1.0, -2.0, 9.0])
+    for k in (8.0, 8.0, 8.0, 1.5, 8.0, 1.5, 3.5, 1.5, 8.0):
+        with torchlazy.lazy_mode() if device == "cpu" else contextlib.nullcontext():
+            have = run(k, x.to(device) + 1)
+        assert_same(have.cpu(), run(k, x + 1))
+        torchlazy.wait_for_compile()

@@ -89,6 +89,7 @@ struct Known {
   int64_t learning_ns = 0;       // the time that it took so far
   uint64_t hash = 0;
   size_t entries = 0;
+  std::shared_ptr<Sample> sample;  // the trace that was learned: its program has constants of this very one
   py::object learned;
   std::unique_ptr<Path> path;
   std::string reason;

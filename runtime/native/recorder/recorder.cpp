@@ -1503,7 +1503,8 @@ void Recorder::learn(Known& now, const std::vector<uint32_t>& wanted) {
   auto counted = c10::make_scope_exit([&] { now.learning_ns += cpu_ns() - begun, learning_ns_ += cpu_ns() - begun; });
   if (now.state == Known::SEEN) {
     if (!may_learn()) return;
-    py::object learned = hooks->attr("learn")(dump(*sample(), -1), wanted);
+    now.sample = sample();
+    py::object learned = hooks->attr("learn")(dump(*now.sample, -1), wanted);
     if (learned.is_none()) return;
     if (py::isinstance<py::str>(learned)) {
       now.state = Known::REFUSED, now.reason = py::cast<std::string>(learned);
@@ -1513,10 +1514,7 @@ void Recorder::learn(Known& now, const std::vector<uint32_t>& wanted) {
   }
   py::object plan = hooks->attr("plan")(now.learned, wanted);
   if (py::isinstance<py::str>(plan)) now.state = Known::REFUSED, now.reason = py::cast<std::string>(plan);
-  else if (!plan.is_none()) {
-    auto now_known = sample();
-    adopt(now, py::cast<py::tuple>(plan), std::move(now_known->log), now_known->memories);
-  }
+  else if (!plan.is_none()) adopt(now, py::cast<py::tuple>(plan), Log(now.sample->log), now.sample->memories);
 }
 
 // A trace came that differs from others in its sizes, or came again while a path for all sizes is on its way.

@@ -248,7 +248,7 @@ def _own_memory(
             value = own.copy_(value)
             if last[number.number] == position:
                 values[number.number] = memory = None  # else all outputs would be there twice
-        elif value._is_view():  # autograd would refuse writes to it
+        elif value._is_view() and not (value.is_conj() or value.is_neg()):  # autograd would refuse writes to it
             value = value.new_empty(0).set_(memory, 0, value.shape, value.stride())
         taken.add(value.untyped_storage()._cdata)
         results.append(value)

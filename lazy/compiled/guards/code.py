@@ -188,7 +188,8 @@ def _looks_up_types(code: types.CodeType, names: set[str]) -> bool:
         return False
     owner, before = None, ""
     for instruction in dis.get_instructions(code):
-        if owner == "type" and before.startswith("CALL") and "BINARY_SUBSCR" in instruction.opname:
+        is_look_up = "BINARY_SUBSCR" in instruction.opname or instruction.argrepr == "[]"  # the latter from 3.14 on
+        if owner == "type" and before.startswith("CALL") and is_look_up:
             return True
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             owner = instruction.argval

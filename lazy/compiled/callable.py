@@ -440,6 +440,8 @@ class CompiledCallable:
         if captured.wrote_views:
             self._writes_views = True
             self._forget()
+        if captured.error is not None:
+            raise captured.error
         return captured
 
     def _handle(self, segment: Segment, stays: bool) -> ProgramHandle:

@@ -200,9 +200,14 @@ class _Operators(TorchDispatchMode):
             if func in CHANGES_THE_TENSOR and not isinstance(args[0], LazyTensor):
                 return self._change_plain(func, args, kwargs)
             if self._is_host_scalar_only(tensors):
-                if recorder.plan(func).written:
-                    recorder.rematerialize_pending(tensors)
-                return func(*args, **kwargs)
+                if not recorder.plan(func).written:
+                    return func(*args, **kwargs)
+                recorder.rematerialize_pending(tensors)
+                result = func(*args, **kwargs)
+                for tensor in tensors:
+                    if tensor.dim():  # `out=` gave it another size
+                        recorder.memory_changes(tensor)
+                return result
             other = "pinned tensor" if kwargs.get("pin_memory") else ""
             other = other or next(filter(None, map(_other_kind, tensors)), "")
             if other:

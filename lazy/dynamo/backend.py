@@ -30,7 +30,7 @@ from torchlazy.lazy.dynamo.kinds import DEVICES, CallKinds, is_plain, versions
 from torchlazy.lazy.export.front_door import ExportError
 from torchlazy.lazy.export.record import WholeGraph
 from torchlazy.lazy.joint.deeper import derived_again
-from torchlazy.lazy.joint.function import JointHandles, new_seeds, run_joint
+from torchlazy.lazy.joint.function import JointHandles, each_its_own, new_seeds, run_joint
 from torchlazy.lazy.joint.record import record_joint
 from torchlazy.lazy.native.block import BLOCKS
 from torchlazy.lazy.plan.joint import CannotRecordJoint, Joint
@@ -127,6 +127,7 @@ class _Recorded:
     scalars: tuple[Any, ...]
     spec: Any
     handles: JointHandles
+    unraised: frozenset[int]  # inputs of the joint that it writes to by `.data` alone
     leaves: tuple[Any, ...]  # results: ("output", n), ("input", position) or ("constant", value)
 
 
@@ -212,6 +213,7 @@ class GraphCall:
             leaves, spec = flatten_tree(value)
             outputs, described = _results(whole, leaves, twins)
             changed = [t for t in twins.entered if twins.is_changed(t) and all(t is not o for o in outputs)]
+            raised = twins.raised()
             wanted = [i for i, t in enumerate(tensors) if t.requires_grad] if torch.is_grad_enabled() else []
             recorded = record_joint(
                 recorder,
@@ -225,7 +227,10 @@ class GraphCall:
                 raise CannotRecordJoint("an input that is changed under autograd shares memory with another input")
             places = tuple(twins.place_of(storage) for storage in recorded.inputs)
             handles = JointHandles(self._sizes_vary, same_inputs=True)
-            return _Recorded(recorded.joint, places, tuple(wanted), recorded.scalars, spec, handles, tuple(described))
+            unraised = frozenset(i for i, storage in enumerate(recorded.inputs) if id(storage) not in raised)
+            return _Recorded(
+                recorded.joint, places, tuple(wanted), recorded.scalars, spec, handles, unraised, tuple(described)
+            )
 
     # ---------------------------------------------------------------- running
 
@@ -234,15 +239,18 @@ class GraphCall:
             _RecomputedGradients(self, found, tensors, args).gradients if found.joint.backward is not None else None
         )
         inputs = [tensors[place] if type(place) is int else _real(place) for place in found.places]
-        results = run_joint(
-            self.recorder,
-            found.joint,
-            inputs,
-            [tensors[i] for i in found.wanted],
-            new_seeds(found.joint, found.scalars),
-            cause=_PURPOSE,
-            handles=found.handles,
-            deeper=deeper,
+        results = each_its_own(
+            run_joint(
+                self.recorder,
+                found.joint,
+                inputs,
+                [tensors[i] for i in found.wanted],
+                new_seeds(found.joint, found.scalars),
+                cause=_PURPOSE,
+                handles=found.handles,
+                deeper=deeper,
+                unraised=found.unraised,
+            )
         )
         leaves = [
             results[value] if kind == "output" else tensors[value] if kind == "input" else value
@@ -340,6 +348,8 @@ class _Twins:
             self.leaves.append(twin)
             self.entered.append(twin if tensor.is_leaf else _Enter.apply(twin))
             self._before.append((storage, geom))
+        self._versions = [0 if t.is_inference() else t._version for t in self.entered]
+        self._nodes = {id(t): t.grad_fn for t in self.entered}
 
     def are_moved(self) -> bool:
         """Whether some input has another geometry or memory than at the beginning."""
@@ -347,11 +357,16 @@ class _Twins:
             (twin._storage_, twin._geometry) != was for twin, was in zip(self.entered, self._before, strict=True)
         )
 
+    def raised(self) -> frozenset[int]:
+        """The memory of those whose version the graph raised, by identity."""
+        seen = zip(self.entered, self._versions, strict=True)
+        return frozenset(id(t._storage_) for t, was in seen if t.is_inference() or t._version != was)
+
     def is_changed(self, twin: Any) -> bool:
         """Whether the graph wrote to it under autograd."""
         storage = twin._storage_
         is_written = storage.dirty and storage.epoch == self._recorder.epoch
-        return is_written and twin.requires_grad and twin.grad_fn is not None
+        return is_written and twin.requires_grad and twin.grad_fn is not self._nodes[id(twin)]
 
     def shares_memory(self, changed: Sequence[Any]) -> bool:
         """Whether one of these is not the only input over its memory."""

@@ -246,6 +246,16 @@ def run_joint(
     return [_output(call, output, results, aliases) for output in joint.outputs]
 
 
+def each_its_own(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A joint's outputs for as many objects of the call, where some show one result as it is."""
+    seen: set[int] = set()
+    for position, output in enumerate(outputs):
+        if id(output) in seen:
+            outputs[position] = output.view_as(output) if output.requires_grad else output.detach()
+        seen.add(id(output))
+    return outputs
+
+
 @dataclass(frozen=True, eq=False)
 class JointBackward:
     """The backward of a joint whose forward ran in C++, where gradients are batched or are to have a graph.
@@ -577,4 +587,4 @@ def _wrapped(recorder: Recorder, real: torch.Tensor, geom: Geometry) -> torch.Te
 
 exclude_from_dynamo(_JointFunction.forward, _JointFunction.backward, JointBackward.run)
 
-__all__ = ["is_batched", "new_seeds", "one_by_one", "run_joint"]
+__all__ = ["each_its_own", "is_batched", "new_seeds", "one_by_one", "run_joint"]

@@ -23,6 +23,7 @@ from tests.lazy.random_programs import CHANGES, DTYPES, LINES, SHAPES, Drawing
 
 _LARGEST = 3000  # elements of a tensor
 _TRIES = 5  # for each line that is wanted
+_RAISES = 0.1  # of the programs raise at their end, in some calls
 _AGAIN = 0.7  # how often a topic whose line did not fit gets another one
 PLAIN = ("", "rows", "moved", "columns")
 _ALIKE = ((1, True), (1, 1.0, True), (0, False), (0, 0.0, False), (2, 2.0))  # equal numbers of other types
@@ -215,6 +216,8 @@ def draw_program(seed: int) -> Program:
             elif texts and draw.random() < _AGAIN:
                 topics.insert(0, texts)
         result = writer.result()
+        if draw.random() < _RAISES and writer.names:
+            body.append(f"if {writer.one(draw.choice(templates.CONDITIONS), {})}:\n    raise ArithmeticError('odd')")
     source = writer.program.opening() + "\n".join("    " + row for text in body for row in text.split("\n"))
     return replace(writer.program, source=f"{source.rstrip()}\n    return {result}\n")
 

@@ -288,6 +288,14 @@ def _first(result: Any) -> torch.Tensor:
     return next(t for _, t in leaves(result, "") if isinstance(t, torch.Tensor))
 
 
+def _settle_graphs(args: dict[str, torch.Tensor], S: World) -> None:
+    """Ask each view for its graph, which torch makes anew at the first question behind a write. Guards ask, too."""
+    for _, t in [*leaves(args, ""), *leaves(S.state(), "")]:
+        if isinstance(t, torch.Tensor):
+            with contextlib.suppress(RuntimeError):  # a view that torch gives no graph
+                t.grad_fn  # noqa: B018
+
+
 def _drop_gradients(args: dict[str, torch.Tensor], S: World) -> None:
     """How many branches a backward that raises has accumulated gradients of depends on their order."""
     for _, t in [*leaves(args, ""), *leaves(S.state(), "")]:
@@ -333,6 +341,7 @@ def play(program: Program, way: str, places: dict[int, list[str]]) -> Iterator[S
             exec(call.before, names)
             args = arguments(program.inputs, call, device, S)
             versions = {name: t._version for name, t in args.items()}
+            _settle_graphs(args, S)
             phase = "call"
             with autocast, around():
                 packed = program.packed([args[item.name] for item in program.inputs])

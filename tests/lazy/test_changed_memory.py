@@ -222,3 +222,39 @@ def test_sharpness_aware_minimisation_is_replayed(device: str, base: type[torch.
     torch.testing.assert_close(found, train("cpu", False)[0])
     assert run.report().replays + run.report().audits >= 6, run.report()
     assert run.report().captures <= 4, run.report()
+
+
+def _data(x: Tensor) -> Tensor:
+    y = x * 1
+    y.data = y.data * 2
+    return y
+
+
+def _constant(x: Tensor) -> Tensor:
+    y = torch.tensor(3.0)
+    y.data = x * 2
+    return y + x
+
+
+def _swapped(x: Tensor) -> Tensor:
+    y = x * 1
+    torch.utils.swap_tensors(y, x * 3)
+    return y
+
+
+def _other_size(x: Tensor) -> Tensor:
+    torch.arange(4, out=x)
+    x.data.add_(1)
+    return x + 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("step", [_data, _constant, _swapped, _other_size])
+def test_of_numbers(step: Any, shape: tuple[int, ...], device: str) -> None:
+    compiled = torchlazy.compile(step, audit=False)
+    for number in range(6):
+        x = torch.full(shape, number + 1.0, device=device)
+        given = x.clone()
+        assert compiled(given).tolist() == step(x).tolist()
+        assert given.tolist() == x.tolist()

@@ -179,3 +179,25 @@ def test_an_int_in_the_name_of_a_layer_is_a_branch(device: str) -> None:
         torch.testing.assert_close(run(x), chosen(x))
     report = run.report()
     assert report.captures == 3 and report.verified == 0 and not report.alarm, report
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_a_write_that_is_taken_back_raises_no_version(shape: tuple[int, ...]) -> None:
+    def step(x):
+        if bool(x.sum() > 0):
+            pass
+        else:
+            x.add_(1)
+
+    compiled = torchlazy.compile(step, audit=False)
+    for number in range(6):
+        x = torch.full(shape, 1.0 if number % 2 else -3.0)
+        y = x.clone().requires_grad_()
+        loss = (x * y).sum()  # saves x
+        before = x._version
+        compiled(x)
+        assert (x._version > before) == (number % 2 == 0)
+        if number % 2:
+            loss.backward()
+            assert y.grad is not None
+            assert y.grad.tolist() == x.tolist()

@@ -650,3 +650,35 @@ def test_the_bits_of_eager_are_drawn_each_time(monkeypatch: pytest.MonkeyPatch) 
         found = [run(torch.zeros(3)) for _ in range(3)]
     torch.manual_seed(1)
     assert all(torch.equal(a, draw(torch.zeros(3))) for a in found)
+
+
+def test_what_is_detached_from_a_result_is_a_tensor_of_its_own() -> None:
+    by_us = torch.compile(lambda x: (y := x * 2, y.detach(), y), backend="torchlazy")
+    for _ in range(2):
+        result, detached, again = by_us(torch.arange(3))
+        assert result is again
+        assert detached is not result
+        result.add_(1)
+        assert detached.tolist() == [1, 3, 5]
+
+
+def test_writes_through_data_raise_no_version() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = torch.copysign(x, x)
+        z = y * 1
+        torch._dynamo.graph_break()
+        y.data.mul_(0.5)
+        return z
+
+    by_us = torch.compile(function, backend="torchlazy")
+    for _ in range(2):
+        ours, eagers = (torch.arange(1.0, 4.0, requires_grad=True) for _ in range(2))
+        by_us(ours).sum().backward()
+        function(eagers).sum().backward()
+        assert ours.grad is not None
+        assert eagers.grad is not None
+        assert ours.grad.tolist() == eagers.grad.tolist()
+    rows = torch.zeros(4, 2)
+    torch.compile(lambda x: x.unfold(0, 2, 1).data[0].fill_(1), backend="torchlazy")(rows)
+    assert rows.sum() == 4
+    assert rows._version == 0

@@ -182,3 +182,25 @@ def test_an_argument_is_a_gradient_of_the_state(device):
         is_it = turn not in (3, 4, 6)
         expected *= 1 + is_it
         assert float(run(model.weight.grad if is_it else torch.ones(1, 2, device=device))) == expected, turn
+
+
+@pytest.mark.parametrize("device", ["lazy", "cpu"])
+@pytest.mark.parametrize("graph", [False, True], ids=["alone", "beside a result with a graph"])
+def test_accumulated_inside_and_dropped_outside_now_and_then(device: str, graph: bool) -> None:
+    def seen(wrap):
+        torch.manual_seed(0)
+        p, layer = torch.nn.Parameter(torch.randn(3).to(device)), torch.nn.Linear(3, 3).to(device)
+
+        def step(x, k):
+            (p * k).sum().backward()
+            return layer(x) if graph else x * 2
+
+        called, found = wrap(step), []
+        for number in range(8):
+            if number in (4, 6):
+                p.grad = None
+            called(torch.ones(3, device=device), 0.5)
+            found.append(p.grad.tolist())
+        return found
+
+    assert seen(lambda step: torchlazy.compile(step, audit=False)) == seen(lambda step: step)

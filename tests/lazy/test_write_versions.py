@@ -98,6 +98,8 @@ DETACHED: dict[str, Any] = {
     "beside a result with a graph": lambda x: [x.detach(), x + 1],
     "beside a view": _kept_beside,
     "its data": lambda x: [x.data],
+    "as a leaf": lambda x: [x.detach().requires_grad_()],
+    "as a parameter": lambda x: [torch.nn.Parameter(x.detach())],
 }
 
 
@@ -105,8 +107,9 @@ DETACHED: dict[str, Any] = {
 @pytest.mark.parametrize("needs", [False, True])
 @pytest.mark.parametrize("name", DETACHED)
 @pytest.mark.parametrize("native", ["off", "on"])
+@pytest.mark.parametrize("of_larger", [False, True], ids=["own memory", "a view"])
 def test_a_write_to_what_a_call_detached_is_one_to_its_argument(
-    name: str, needs: bool, device: str, native: str, operator_by_operator: None
+    name: str, needs: bool, device: str, native: str, of_larger: bool, operator_by_operator: None
 ) -> None:
     """Autograd refuses a backward that saved the argument; `data` alone has a version of its own."""
     torchlazy.config.native = native
@@ -115,7 +118,7 @@ def test_a_write_to_what_a_call_detached_is_one_to_its_argument(
         found = []
         for _ in range(6):
             w = torch.ones(3, 2, device=device, requires_grad=needs)
-            x = w * 2
+            x = torch.cat([w, w, w])[3:6] * 2 if not of_larger else torch.cat([w, w * 2, w])[3:6]
             loss = (x * x).sum()
             before = x._version
             with torch.no_grad():

@@ -61,9 +61,10 @@ from torchlazy.lazy.trace.storage import LazyStorage
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A call that ran. `template` is None where `refused` says why it cannot be replayed."""
+    """A call that ran, perhaps until it raised. `template` is None where `refused` says why it cannot be replayed."""
 
-    value: Any
+    value: Any  # None where its Python raised
+    error: BaseException | None  # that it raised
     template: t.CallTemplate | None
     guards: Guards
     refused: str
@@ -268,7 +269,11 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
                 call.asked.all_stay = calls_otherwise(reached.functions, "range", counted)
                 spaces += counted
             with watched_identities(asked, given, capture.refuse), tracked_conversions(spaces):
-                value = call.function(*handed.args, **handed.kwargs)
+                try:
+                    value, error = call.function(*handed.args, **handed.kwargs), None
+                except BaseException as raised_by_call:  # what it did until then is done all the same
+                    value, error = None, raised_by_call
+                    capture.refuse(f"it raised {type(error).__name__}")
             if call.asked is not None:
                 call.asked.listens = False
             stored = _stored(restore, slots, leaves)
@@ -355,6 +360,7 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
     capture.forget()
     return Captured(
         value,
+        error,
         template,
         guards,
         capture.refused,

@@ -251,6 +251,8 @@ class Outcome:
         found = self.capture.argument_view_of(tensor)
         if found is not None:
             self._gave_windows = True
+            if not self.capture.counts_with_copy(tensor):
+                found = found.data
             found = self._plain[id(tensor)] = as_leaf(tensor, found, self._plainly)
         return found
 

@@ -25,6 +25,7 @@ from torchlazy.lazy.compiled.template.views import ArgumentView
 from torchlazy.lazy.ops.handlers import MOVES
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.shapes.infer import CannotInfer, infer
+from torchlazy.lazy.torch_private.autograd_layout import have_one_version
 from torchlazy.lazy.trace.user_frames import LAZY_FOLDER
 
 if TYPE_CHECKING:
@@ -85,10 +86,12 @@ class OwnViews:
                 _, (_, after) = infer(op, recorder.geometry_arguments(args), now, *recorder.claimed(args, kwargs))
             except CannotInfer:  # eager raises its own error here
                 return False
-        grown = [window for name, window in outs.items() if after[name].shape != now[name].shape]
-        for window in grown:
+        grown = [name for name in outs if after[name].shape != now[name].shape]
+        for name in grown:
+            window, counts = outs[name], have_one_version(kwargs[name], outs[name].copy)
             self.take(window.copy, "to have another size")
-            torch.autograd.graph.increment_version(window.given)  # torch will count the write for the copy
+            if counts:
+                torch.autograd.graph.increment_version(window.given)  # torch will count the write for the copy
         return bool(grown)
 
     def take_sources(self, args: Any) -> None:

@@ -42,8 +42,10 @@ from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.sliced_read import SlicedTrace
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.run.sync_policy import SyncInside
-from torchlazy.lazy.torch_private.dispatch import below_autograd
+from torchlazy.lazy.torch_private.autograd_layout import have_one_version
+from torchlazy.lazy.torch_private.dispatch import below_autograd, memory_key
 from torchlazy.lazy.trace import user_frames
+from torchlazy.lazy.trace.geometry import is_dense
 from torchlazy.lazy.trace.op_schema import draws_at_run_time
 from torchlazy.lazy.trace.storage import LazyStorage
 from torchlazy.lazy.trace.trace import CutTrace
@@ -107,9 +109,11 @@ class CaptureRecord:
         self.holders: dict[int, torch.Tensor] = {}  # a guarded tensor over each storage of the state, the widest
         self._made: weakref.WeakKeyDictionary[LazyStorage, FromStep] = weakref.WeakKeyDictionary()
         self.outputs: list[weakref.ref[LazyStorage]] = []
+        self.gradients_used = False  # whether a step reads or writes one, or it is a result
         self.gradients: dict[int, torch.Tensor] = {}  # whose gradient a tensor was when the call began, by identity
         self.gradients_on_host: dict[int, torch.Tensor] = {}  # of those, gradients that steps take as they are
         self._host_of = dict(hosts)  # by identity; `_alive` keeps the identities
+        self._memory_of_made: dict[int, Any] = {}  # of those that operators on ordinary tensors made
         self._alive: list[Any] = []
         self._brought: set[int] = set()  # storages of ordinary tensors that host operators made
         self._histories: dict[int, Any] = {}
@@ -313,7 +317,7 @@ class CaptureRecord:
 
     def bring_made(self, tensor: torch.Tensor) -> None:
         """Under `lazy_mode`: a number that host operators made (a reciprocal of a scale) is an input of the trace."""
-        host = self._host_of.get(id(tensor))
+        host = self.host_of(tensor)
         if isinstance(host, HostMade):
             storage = self.recorder.storage_of_plain(tensor)
             if self.memory_of(storage) is None:
@@ -408,7 +412,7 @@ class CaptureRecord:
     # ---------------------------------------------------------------- host tensors
 
     def _host(self, tensor: torch.Tensor) -> Host:
-        found = self._host_of.get(id(tensor))
+        found = self.host_of(tensor)
         if found is None:
             found = HostKept(tensor)
             self.refuse("it reads an ordinary tensor that neither its arguments nor the names in its code lead to")
@@ -420,6 +424,8 @@ class CaptureRecord:
     def _know(self, tensor: torch.Tensor, host: Host) -> None:
         self._host_of[id(tensor)] = host
         self._alive.append(tensor)
+        if isinstance(host, HostMade) and is_dense(tensor):
+            self._memory_of_made[id(tensor)] = memory_key(tensor)
 
     def _history(self, tensor: torch.Tensor) -> Any:
         """What the value of a host tensor came from: equal histories are equal values, now and in each replay."""
@@ -448,6 +454,13 @@ class CaptureRecord:
                 return found
         return None
 
+    def counts_with_copy(self, tensor: LazyTensor) -> bool:
+        """Whether a write to the tensor counts as one to the argument view's copy whose memory it is on."""
+        copies = (
+            window.copy for window in self.windows if self.recorder.storage_of_plain(window.alias) is tensor._storage_
+        )
+        return tensor.is_inference() or any(copy.is_inference() or have_one_version(tensor, copy) for copy in copies)
+
     def in_its_memory(self, tensor: Any) -> Any:
         """The tensor where a caller's `as_strided` finds the memory around it: an argument view instead of its copy,
         which continues in the view's memory."""
@@ -465,18 +478,8 @@ class CaptureRecord:
 
     # ---------------------------------------------------------------- lazy memory
 
-    @property
-    def gradients_used(self) -> bool:
-        """Whether a segment reads or writes a gradient."""
-        return any(
-            isinstance(memory, FromGradient)
-            for step in self.steps
-            if isinstance(step, Segment)
-            for memory in (*step.inputs, *step.targets)
-        )
-
     def _memory_of(self, storage: LazyStorage) -> Memory:
-        found: Memory | None = self._known.get(id(storage)) or self._made.get(storage)
+        found = self.memory_of(storage)
         if found is None:
             found = self._unseen(storage)
         return found
@@ -489,7 +492,7 @@ class CaptureRecord:
     def _target_of(self, storage: LazyStorage) -> Memory:
         if id(storage) in self._brought:
             self.refuse("it writes to an ordinary tensor that operators on ordinary tensors made")
-        found: Memory | None = self._known.get(id(storage)) or self._made.get(storage)
+        found = self.memory_of(storage)
         if found is None:
             place, self.places = self.places, self.places + 1
             found = self._made[storage] = FromStep(place)
@@ -503,8 +506,10 @@ class CaptureRecord:
         return place
 
     def memory_of(self, storage: LazyStorage) -> Memory | None:
-        """Where a storage comes from in a replay, for results and effects; None if it is not known."""
-        return self._known.get(id(storage)) or self._made.get(storage)
+        """Where a storage comes from in a replay; None if it is not known."""
+        found: Memory | None = self._known.get(id(storage)) or self._made.get(storage)
+        self.gradients_used |= isinstance(found, FromGradient)
+        return found
 
     def storages_made(self) -> set[int]:
         """The storages that steps made, by identity."""
@@ -515,6 +520,10 @@ class CaptureRecord:
         self._alive.clear()
 
     def host_of(self, tensor: torch.Tensor) -> Host | None:
+        """Where an ordinary tensor comes from in a replay; None if it is not known."""
+        memory = self._memory_of_made.get(id(tensor))
+        if memory is not None and memory != memory_key(tensor):
+            self.refuse("it gives an ordinary tensor that it makes other memory (`.data = `, `swap_tensors`)")
         return self._host_of.get(id(tensor))
 
 

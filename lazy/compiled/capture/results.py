@@ -46,7 +46,7 @@ def seen_in(base: torch.Tensor, geom: Geometry, offset: int) -> torch.Tensor:
 def detached_from(tensor: LazyTensor, others: Iterable[Any], is_on: Callable[[torch.Tensor], bool]) -> Any:
     """The first of the others that the tensor is detached from (`x.detach()`): no view of it, but a write to one of
     them counts as one to the other. `is_on`: whether one has the tensor's memory. None where there is none."""
-    if tensor._is_view() or tensor.requires_grad or tensor.is_inference():
+    if tensor._is_view() or not tensor.is_leaf or tensor.is_inference():
         return None
     for other in others:
         is_like = isinstance(other, torch.Tensor) and other is not tensor and other.dtype == tensor.dtype
@@ -67,7 +67,7 @@ def plain_result(
         tensor, given, lambda x: not isinstance(x, LazyTensor) and is_dense(x) and memory_key(x) == key
     )
     if origin is not None:
-        return seen_in(origin.detach(), tensor._geometry, int(real.storage_offset()))
+        return as_leaf(tensor, seen_in(origin, tensor._geometry, int(real.storage_offset())).detach(), plainly)
     if isinstance(base, LazyTensor):
         base = plainly(base)
     if (

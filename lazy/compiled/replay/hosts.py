@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torchlazy.lazy.compiled.replay.pairs import memory_read
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.numbers.expr import evaluator, places_in
 from torchlazy.lazy.record.tensor import LazyTensor
+from torchlazy.lazy.torch_private.autograd_layout import set_versions
 from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.trace.geometry import is_dense
 from torchlazy.lazy.trace.op_schema import is_random
@@ -152,11 +153,17 @@ def phases(steps: Sequence[t.Step], but: Collection[int] = ()) -> dict[int, list
     }
 
 
-def restore(values: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]]) -> None:
+HostValues: TypeAlias = tuple[Sequence[torch.Tensor], torch.Tensor, Sequence[int]]
+
+
+def restore(values: Sequence[HostValues]) -> None:
+    """Let the tensors be as they were, as if nobody had written to them."""
     with below_autograd():
-        for tensors, value in values:
+        for tensors, value, versions in values:
             for tensor in tensors:
                 tensor.copy_(value)
+            if versions:
+                set_versions(tensors, versions)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -25,6 +26,7 @@ from torchlazy.lazy.compiled.replay.hosts import (
     BEGINNING,
     HostArguments,
     Hosts,
+    HostValues,
     counts_together,
     generators_of,
     host_steps_first,
@@ -35,13 +37,13 @@ from torchlazy.lazy.compiled.replay.hosts import (
     written,
 )
 from torchlazy.lazy.compiled.replay.pairs import PairRun, cut_pairs, last_reads
-from torchlazy.lazy.compiled.replay.results import Ending, each_its_own
+from torchlazy.lazy.compiled.replay.results import Ending
 from torchlazy.lazy.compiled.replay.shared_steps import Steps
 from torchlazy.lazy.compiled.replay.split import split_by_forward, split_micro_batches
 from torchlazy.lazy.compiled.replay.state import ReplayState, copied, memory_copied, view_over
 from torchlazy.lazy.compiled.template import template as t
 from torchlazy.lazy.compiled.template.arguments import flat
-from torchlazy.lazy.joint.function import DeeperBackward, JointBackward, JointHandles, run_joint
+from torchlazy.lazy.joint.function import DeeperBackward, JointBackward, JointHandles, each_its_own, run_joint
 from torchlazy.lazy.joint.graphs import GraphRooms, JointGraphs
 from torchlazy.lazy.numbers.expr import evaluator, hold, places_in
 from torchlazy.lazy.record.recorder import Recorder
@@ -493,10 +495,15 @@ class Replay:
 
     # ---------------------------------------------------------------- undoing
 
-    def _values(self, hosts: Hosts, state: ReplayState) -> list[tuple[Sequence[torch.Tensor], torch.Tensor]]:
-        """Copies of host tensors, with the tensors that have these values."""
-        found = [(tensors, tensors[0].detach().clone()) for tensors in hosts.kept]
-        found += [((tensor,), tensor.detach().clone()) for tensor in map(state.host, hosts.passed)]
+    def _values(self, hosts: Hosts, state: ReplayState) -> list[HostValues]:
+        """Host tensors in groups, with copies of the values that all of a group have, and their versions."""
+        found: list[HostValues] = []
+        for tensors in (*hosts.kept, *zip(map(state.host, hosts.passed), strict=True)):
+            try:
+                versions = tuple(map(_version, tensors))
+            except RuntimeError:  # inference tensors have none
+                versions = ()
+            found.append((tensors, tensors[0].detach().clone(), versions))
         return found
 
     def _remember(self, state: ReplayState) -> Callable[[], None]:
@@ -509,6 +516,9 @@ class Replay:
                 set_state(generator, was)
 
         return undo
+
+
+_version = attrgetter("_version")
 
 
 def _numbers_of(segment: t.Segment | t.JointRun) -> Callable[[Sequence[Any]], list[Any]]:

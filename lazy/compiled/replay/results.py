@@ -65,16 +65,6 @@ class Ending:
         return lambda state: _result(result, state)
 
 
-def each_its_own(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A joint's outputs for as many objects of the call, where some show one result as it is."""
-    seen: set[int] = set()
-    for position, output in enumerate(outputs):
-        if id(output) in seen:
-            outputs[position] = output.view_as(output) if output.requires_grad else output.detach()
-        seen.add(id(output))
-    return outputs
-
-
 def _result(result: t.Result, state: ReplayState) -> Any:
     if isinstance(result, t.TensorResult):
         return _tensor(result, state)
@@ -111,7 +101,9 @@ def _new_tensor(result: t.TensorResult, state: ReplayState) -> torch.Tensor:
     geom = result.geometry
     if result.base is not None:
         base = _result(result.base, state)
-        return seen_in(base.detach() if result.is_detached else base, geom, geom.offset)
+        found = seen_in(base, geom, geom.offset)
+        found = found.detach() if result.is_detached else found
+        return found.requires_grad_() if result.requires_grad else found
     if geom.device.type != "lazy":
         tensor = view_over(state.memory(result.memory), geom)
         if result.is_inference:

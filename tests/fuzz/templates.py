@@ -232,6 +232,10 @@ TOPICS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ),
     ),
     (
+        ("$v = S.b * k0", "$v = S.b + S.a.sum()"),
+        ("S.b.requires_grad_()", "S.b.requires_grad_(False)"),
+    ),
+    (
         (
             "$v = sum(t.sum() for t in S.l)",
             "$v = S.l[0] * 2 + len(S.l)",

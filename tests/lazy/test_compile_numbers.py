@@ -8,6 +8,7 @@ import decimal
 import json
 import math
 import numbers
+import operator
 import pickle
 import statistics
 from collections.abc import Callable
@@ -351,3 +352,16 @@ def test_numbers_in_libraries(name):
                 torch.testing.assert_close(found, expected)
             else:
                 assert found.startswith("unsupported operand type(s)")
+
+
+@pytest.mark.parametrize("method", ["__hash__", "__index__", "__int__"])
+def test_numbers_that_python_must_get_plain(method: str) -> None:
+    """What `__hash__` returns must be an int, not a number that is followed."""
+    kind = type("Kind", (), {"code": 2})
+    exec(f"def {method}(self): return Kind.code", {"Kind": kind}, found := dict[str, Any]())
+    setattr(kind, method, found[method])
+    held, ask = kind(), {"__hash__": hash, "__index__": operator.index, "__int__": int}[method]
+    call = torchlazy.compile(lambda x: x * ask(held), audit=False)
+    for number in range(12):
+        kind.code = 2 + number // 2
+        assert call(torch.ones(2)).tolist() == [2 + number // 2] * 2

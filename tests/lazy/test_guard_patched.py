@@ -154,7 +154,7 @@ def a_weak_set(device):
     first, second = Part(), Part()
     parts = weakref.WeakSet([first])
     changes = [setter(first, "rate", 4.0), lambda: parts.add(second), lambda: parts.discard(first)]
-    return lambda x: x * len(parts) + sum(part.rate for part in parts), changes
+    return lambda x, _=(first, second): x * len(parts) + sum(part.rate for part in parts), changes
 
 
 def what_a_missing_key_gives(device):

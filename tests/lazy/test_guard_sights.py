@@ -11,6 +11,7 @@ import abc
 import array
 import collections
 import collections.abc
+import configparser
 import contextvars
 import ctypes
 import dataclasses
@@ -217,8 +218,31 @@ def a_weak_reference():
     held = Holder()
     held.rate = 2.0  # type: ignore[attr-defined]
     weak, proxy, table = weakref.ref(held), weakref.proxy(held), weakref.WeakValueDictionary({"a": held})
-    call = lambda x: x * weak().rate + proxy.rate + table["a"].rate  # type: ignore[union-attr]  # noqa: E731
+    call = lambda x, _=held: x * weak().rate + proxy.rate + table["a"].rate  # type: ignore[union-attr]  # noqa: E731
     return call, [_set(held, "rate", 5.0)]
+
+
+def names_of_classes():
+    class Named:
+        pass
+
+    return lambda x: x * len(Named.__name__), [_set(Named, "__name__", "A longer name")]
+
+
+def libraries_in_closures():
+    import gc as collector
+
+    read, enabled = os.getenv, collector.isenabled
+    os.environ["TORCHLAZY_SIGHT"] = "2"
+    call = lambda x: x * float(read("TORCHLAZY_SIGHT")) + collector.isenabled() + 2 * enabled()  # noqa: E731
+    return call, [lambda: os.environ.update(TORCHLAZY_SIGHT="5"), collector.disable, collector.enable]
+
+
+def a_parser_of_settings():
+    parser = configparser.ConfigParser()
+    parser["model"] = {"rate": "2"}
+    change = lambda: parser["model"].update(rate="5")  # noqa: E731
+    return lambda x: x * parser.getfloat("model", "rate"), [change]
 
 
 def memory_of_bytes():
@@ -560,7 +584,8 @@ CASES: tuple[Case, ...] = (
     a_variable_that_gets_a_value, functions_of_libraries, methods_of_library_classes, settings_of_torch,
     caches_of_functions, registered_classes, numbers_of_frozen_objects, settings_deep_in_others,
     names_in_strings, names_that_are_made, modules_imported_in_the_call, events_and_loggers,
-    a_method_put_on_an_optimizer, what_gives_something_else_each_time, random_numbers_of_python,
+    names_of_classes, libraries_in_closures, a_parser_of_settings, a_method_put_on_an_optimizer,
+    what_gives_something_else_each_time, random_numbers_of_python,
     settings_that_the_call_changes,
 )  # fmt: skip
 
@@ -723,3 +748,22 @@ def test_methods_of_the_users_containers_are_not_run(kind: Any) -> None:
     held[place] = 5.0
     assert call(x).tolist() == [5, 5]
     assert call.report().replays >= 1, call.report()
+
+
+def test_what_is_held_by_weak_references_alone_may_die() -> None:
+    held = [Holder()]
+    weak, table, proxy = weakref.ref(held[0]), weakref.WeakSet(held), weakref.proxy(held[0])
+    calls = (
+        lambda x: x * (2 if weak() is None else 3),
+        lambda x: x * (2 + len(table)),
+        lambda x: x * (2 if hasattr(proxy, "held") else 3),
+    )
+    compiled = [torchlazy.compile(call, audit=False) for call in calls]
+    x = torch.ones(2)
+    for _ in range(4):
+        assert [call(x).tolist() for call in compiled] == [[3, 3], [3, 3], [3, 3]]
+    held.clear()
+    assert weak() is None
+    assert [call(x).tolist() for call in compiled[:2]] == [[2, 2], [2, 2]]
+    with pytest.raises(ReferenceError):
+        compiled[2](x)

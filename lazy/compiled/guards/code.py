@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import configparser
 import dis
 import functools
 import inspect
@@ -30,6 +31,8 @@ STATEFUL = (
     torch.amp.GradScaler,
     torch.distributions.Distribution,
     torch.distributions.Transform,
+    configparser.RawConfigParser,
+    configparser.SectionProxy,
 )
 # Classes of the standard library that programs keep their settings in.
 SETTINGS = (
@@ -40,6 +43,8 @@ _TYPE_ASKERS = frozenset({"json", "orjson", "msgpack", "ctypes", "decimal", "Dec
 _CONSTRUCTORS = frozenset({"fromhex", "from_bytes"})  # of the number types; their other members take numbers
 _GENERATOR_METHODS = frozenset({"manual_seed", "set_offset"})  # they do, too; functions of torch by these names do not
 _SEEDERS = frozenset({"Generator", "manual_seed", "set_state", "set_offset"})
+_PLAIN_RESULTS = frozenset({"__hash__", "__index__", "__int__", "__float__", "__complex__", "__length_hint__"})
+_CONVERSIONS = frozenset({"hash", "int", "float", "complex", "index", "len", "id"})
 _NUMBER_TYPES = frozenset({"float", "int"})
 _COMPARISONS = frozenset({"IS_OP", "COMPARE_OP", "CONTAINS_OP"})
 _COMPARED_WITHIN = 16  # instructions
@@ -162,6 +167,8 @@ def _looks_at_types(code: types.CodeType) -> bool:
         return True
     names = set(code.co_names)
     is_own = not any(part in code.co_filename for part in INSTALLED)
+    if is_own and code.co_name in _PLAIN_RESULTS and names.isdisjoint(_CONVERSIONS):
+        return True  # Python takes no tracked number there
     if is_own and (not _TYPE_ASKERS.isdisjoint(names) or _asks_in_c(code, names) or _looks_up_types(code, names)):
         return True
     return "type" in names and not names.isdisjoint(_NUMBER_TYPES) and _compares_types(code)

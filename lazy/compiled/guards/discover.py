@@ -27,12 +27,15 @@ from torchlazy.lazy.compiled.guards.library_state import (
     inside,
     is_cache,
     is_memory,
+    is_weak,
     names_asked_by,
     number_held,
     settings_of_logger,
     state_reader,
+    targets_of,
     why_unrepeatable,
 )
+from torchlazy.lazy.compiled.guards.process import Steady
 from torchlazy.lazy.compiled.guards.reached import (
     GONE,
     GuardedPlace,
@@ -98,6 +101,8 @@ class _Discovery(ClassDiscovery):
         self.modules: list[tuple[torch.nn.Module, str, int]] = []
         self.functions: list[tuple[types.FunctionType, str]] = []
         self.seeded: list[tuple[torch.Generator, str]] = []
+        self.held_libraries: list[tuple[types.ModuleType, str]] = []  # modules of libraries in closures and objects
+        self.weak: list[tuple[Any, str, int, bool]] = []  # weak references, and containers of such
 
     def run(self) -> None:
         position = 0
@@ -117,19 +122,38 @@ class _Discovery(ClassDiscovery):
                 for module, path, depth in self.modules:
                     self.visit(module.__dict__.get(name), f"{path}.{name}", depth, rooted=True)
             if position == len(self.pending):
+                self._weakly_held()
                 self._rarely_named()
             if position == len(self.pending):
                 self.end_of_names()
                 return
 
+    def _weakly_held(self) -> None:
+        """What weak references refer to. Guards would keep alive what nothing else holds: such a call is refused."""
+        waiting, self.weak = self.weak, []
+        for value, path, depth, rooted in waiting:
+            if any(id(one) not in self.seen for one in targets_of(value)):
+                why = "a weak reference to what nothing else that it reaches holds"
+                self.reached.unrepeatable.append(f"its code names {path}, {why}")
+            else:
+                self._hidden(value, path, depth, rooted)
+
     def _rarely_named(self) -> None:
-        """What functions tell of themselves, and first seeds of generators, where code names these."""
+        """What functions and classes tell of themselves, first seeds of generators, and what modules of libraries give
+        that are no globals, where code names these."""
         asked = self.names.standing(_TOLD)
         for function, path in self.functions if asked else ():
             read = functools.partial(_told_by, function, asked)
             self.place(function, read, (f"{path}.{name}" for name in asked), 1, False)
         for generator, path in self.seeded if self.names.standing(("initial_seed",)) else ():
             self.place(generator, functools.partial(_first_seed, generator), (f"the seed of {path}",), 1, False)
+        named = [kind for kind in self._seen_classes if not is_installed(kind.__module__)] if asked else []
+        if named:
+            told = Steady(lambda: tuple((kind.__name__, kind.__qualname__) for kind in named))
+            self.reached.fixtures.append(GuardedPlace(None, told, ("names of classes",)))
+        for module, path in self.held_libraries:
+            for code in self.reached.codes:
+                self.attributes_of(module, path, code, 1)
         self.functions.clear()
         self.seeded.clear()
         for kind in self._seen_classes if self.names.standing(("fields", _FIELDS)) else ():
@@ -172,6 +196,8 @@ class _Discovery(ClassDiscovery):
                 if "__getattr__" in value.__dict__:  # it provides missing attributes
                     self._places_of(value, ["__getattr__"], path, depth - 1)
                 self.held_modules.append(value)
+            elif depth:
+                self.held_libraries.append((value, path))
         elif isinstance(value, STATEFUL):
             self._attributes(value, list(value.__dict__), path, depth - 1)
         elif self._of_python(value, path, depth, rooted):
@@ -187,6 +213,11 @@ class _Discovery(ClassDiscovery):
         """Visit an object of Python's own libraries; whether it is one."""
         if isinstance(value, torch.Generator):
             self.seeded.append((value, path))
+        if is_weak(value):
+            self.weak.append((value, path, depth, rooted))
+            return True
+        if isinstance(value, types.BuiltinFunctionType):
+            self.behind(value, path, depth)
         why = why_unrepeatable(value)
         if why:
             self.reached.unrepeatable.append(f"its code names {path}, {why}")
@@ -201,6 +232,11 @@ class _Discovery(ClassDiscovery):
         levels = settings_of_logger(value)
         for space, named in levels:
             self.fixture(space, [(key, told.format(path)) for key, told in named])
+        is_known = self._hidden(value, path, depth, rooted)
+        return bool(why or asked or levels) or is_known
+
+    def _hidden(self, value: Any, path: str, depth: int, rooted: bool) -> bool:
+        """Visit what the object holds in a way of its own; whether it is of such a kind."""
         held, count, one = held_by(value), number_held(value), inside(value)
         if held is not None:
             self.place(value, held.read, (name.format(path) for name in held.names), depth, rooted, held.store)
@@ -208,7 +244,7 @@ class _Discovery(ClassDiscovery):
             self.place(value, lambda: (count(),), (f"the number of attributes of {path}",), depth, rooted)
         if one is not GONE:
             self.visit(one, path, depth, rooted=rooted)
-        return bool(why or asked or levels or one is not GONE) or held is not None
+        return one is not GONE or held is not None
 
     def _tensor(self, tensor: torch.Tensor, path: str, depth: int) -> None:
         self.reached.tensors[id(tensor)] = (tensor, path)
@@ -418,6 +454,7 @@ class _Discovery(ClassDiscovery):
 
     def _function(self, function: types.FunctionType, path: str, depth: int, rooted: bool) -> None:
         if is_library_function(function):
+            self.behind(function, path, depth)
             return
         self.reached.codes.append(function.__code__)
         self.reached.functions.append(function)

@@ -89,7 +89,7 @@ class GlobalDiscovery(DiscoveryBase):
             self._named(space, name, f"{name} (global of {function.__module__})", space, depth, may_change=True)
         for name in names:
             if isinstance(space[name], types.ModuleType):
-                self._attributes_of(space[name], name, code, depth)
+                self.attributes_of(space[name], name, code, depth)
         self._modules_by_name(function, depth)
         self._methods_of_tensors(code, depth)
 
@@ -108,7 +108,7 @@ class GlobalDiscovery(DiscoveryBase):
                 if found not in self._seen_modules:
                     self._seen_modules.add(found)
                     self.fixture(sys.modules, [(found, f"the module {found}")])
-                self._attributes_of(sys.modules[found], found, code, depth)
+                self.attributes_of(sys.modules[found], found, code, depth)
             if not there:  # the call may be the first to import it, and then is captured again
                 self._absent.setdefault(id(sys.modules), (sys.modules, {}))[1].update(dict.fromkeys(candidates))
 
@@ -132,7 +132,7 @@ class GlobalDiscovery(DiscoveryBase):
             read = lambda keys=keys, wanted=wanted: (keys.isdisjoint(wanted),)  # noqa: E731
             self.reached.fixtures.append(GuardedPlace(space, read, (told,), absent=(space, wanted)))
 
-    def _attributes_of(self, module: types.ModuleType, path: str, code: types.CodeType, depth: int) -> None:
+    def attributes_of(self, module: types.ModuleType, path: str, code: types.CodeType, depth: int) -> None:
         """Attributes of a module that the code may name, and of modules in it: `torch.nn.functional.relu`."""
         todo, met = [(module, path)], {id(module)}
         while todo:

@@ -251,6 +251,31 @@ def inside(value: Any) -> Any:
     return GONE
 
 
+_WEAK: Any = (
+    weakref.ReferenceType, weakref.WeakValueDictionary, weakref.WeakKeyDictionary, WeakIdKeyDictionary, weakref.WeakSet,
+    *weakref.ProxyTypes,
+)  # fmt: skip
+_ALIVE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+
+
+def is_weak(value: Any) -> bool:
+    """Whether it refers weakly to others."""
+    return isinstance(value, _WEAK)
+
+
+def targets_of(value: Any) -> list[Any]:
+    """What a weak reference, or a container of such, refers to, as far as it lives; without functions and classes."""
+    if type(value) in weakref.ProxyTypes:
+        found = [inside(value)]
+    elif isinstance(value, weakref.WeakMethod):
+        found = [getattr(value(), "__self__", None)]
+    elif isinstance(value, weakref.ReferenceType):
+        found = [value()]
+    else:
+        found = list(value.values() if isinstance(value, weakref.WeakValueDictionary) else value)
+    return [one for one in found if one is not None and one is not GONE and not isinstance(one, _ALIVE)]
+
+
 def is_memory(value: Any) -> bool:
     """Whether it is memory of plain bytes that any code may write to."""
     return isinstance(value, _BYTES)

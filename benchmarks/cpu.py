@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import platform
 import statistics
 import sys
@@ -25,11 +26,12 @@ import torch
 import torchlazy
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchlazy.lazy.compiled.quantized import LEAST
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from workloads import mobilenet
 
-WAYS = ("eager", "torch.compile", "compiled", "mode", "device")
+WAYS = ("eager", "torch.compile", "compiled", "mode", "device", "int8")  # the last for inference alone
 JOBS = ("infer", "train")
 
 
@@ -98,8 +100,8 @@ def pooled(width: int) -> list[nn.Module]:
     return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)]
 
 
-def gpt() -> nn.Module:
-    return nn.Sequential(nn.Embedding(1000, 256), *[Layer(256) for _ in range(4)], nn.Linear(256, 1000))
+def gpt(width: int = 256) -> nn.Module:
+    return nn.Sequential(nn.Embedding(1000, width), *[Layer(width) for _ in range(4)], nn.Linear(width, 1000))
 
 
 def resnet() -> nn.Module:
@@ -123,6 +125,8 @@ def mlp() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "gpt": (gpt, lambda: torch.randint(1000, (4, 128))),
     "gpt, 1 x 16": (gpt, lambda: torch.randint(1000, (1, 16))),
+    "gpt, width 768, 1 x 16": (lambda: gpt(768), lambda: torch.randint(1000, (1, 16))),
+    "gpt, width 768, 4 x 64": (lambda: gpt(768), lambda: torch.randint(1000, (4, 64))),
     "resnet": (resnet, lambda: torch.randn(8, 3, 96, 96)),
     "mobilenet": (mobilenet, lambda: torch.randn(8, 3, 96, 96)),
     "convnext": (convnext, lambda: torch.randn(8, 3, 96, 96)),
@@ -137,7 +141,12 @@ def make(way: str, job: str, model: nn.Module, x: Tensor) -> Callable[[], Any]:
     model = copy.deepcopy(model).train(job == "train")
     if way == "device":
         model, x = model.to("lazy"), x.to("lazy")
-    call: Any = {"compiled": torchlazy.compile, "torch.compile": torch.compile}.get(way, lambda one: one)(model)
+    by_way = {
+        "compiled": torchlazy.compile,
+        "torch.compile": torch.compile,
+        "int8": functools.partial(torchlazy.compile, quantize="int8-dynamic"),
+    }
+    call: Any = by_way.get(way, lambda one: one)(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
 
     def train() -> Tensor:
@@ -164,6 +173,11 @@ def make(way: str, job: str, model: nn.Module, x: Tensor) -> Callable[[], Any]:
     return run
 
 
+def has_large_layers(model: nn.Module) -> bool:
+    """Whether `quantize` finds a layer to compute in int8."""
+    return any(isinstance(layer, nn.Linear) and layer.weight.numel() >= LEAST for layer in model.modules())
+
+
 def milliseconds(run: Callable[[], Any], calls: int) -> float:
     start = time.perf_counter()
     for _ in range(calls):
@@ -176,6 +190,7 @@ def measure(name: str, job: str, ways: list[str], turns: int) -> dict[str, tuple
     torch.manual_seed(0)
     torch.compiler.reset()
     model, x = MODELS[name][0](), MODELS[name][1]()
+    ways = [way for way in ways if way != "int8" or (job == "infer" and has_large_layers(model))]
     runs = {way: make(way, job, model, x) for way in ways}
     for _ in range(4):
         for run in runs.values():
@@ -205,12 +220,13 @@ def main() -> None:
     for job in given.jobs:
         for name in given.models:
             found = measure(name, job, ways, given.turns)
-            cells = [f"{ms:.2f} ({ratio:.2f})" if way != "eager" else f"{ms:.2f}" for way, (ms, ratio) in found.items()]
+            told = {way: f"{ms:.2f}" + f" ({ratio:.2f})" * (way != "eager") for way, (ms, ratio) in found.items()}
+            cells = [told.get(way, "") for way in ways]
             print(f"| {name} | {job} | {' | '.join(cells)} |", flush=True)
             for way, (_, ratio) in found.items():
                 ratios.setdefault((job, way), []).append(ratio)
     for job in given.jobs:
-        means = [f"{statistics.geometric_mean(ratios[job, way]):.2f}" for way in ways]
+        means = [f"{statistics.geometric_mean(ratios.get((job, way), [1.0])):.2f}" for way in ways]
         print(f"| geometric mean | {job} | {' | '.join(means)} |")
 
 

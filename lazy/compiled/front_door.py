@@ -14,6 +14,7 @@ from torchlazy.lazy.deferred import DeferredModule
 
 _MODES = ("default", "reduce-overhead", "max-autotune")
 _compiled: Any = DeferredModule("torchlazy.lazy.compiled.callable")
+_quantized: Any = DeferredModule("torchlazy.lazy.compiled.quantized")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ def compile(
     fullgraph: bool = False,
     audit: bool = True,
     backend: Callable[..., Any] | None = None,
+    quantize: str | None = None,
 ) -> Any:
     """Trace a function, module, method or whole training step once; then replay it without running its Python.
 
@@ -71,6 +73,8 @@ def compile(
         fullgraph: raise `SyncInside` where the call needs a value on the host, with the user's line.
         audit: compare now and then with what the Python does (`torchlazy.config.audit`).
         backend: `(torch.fx.GraphModule, inputs) -> callable` that compiles the programs instead of torchlazy.
+        quantize: "int8-dynamic": linear layers of a module on the CPU, with weights of 2**19 elements and more, compute
+            in int8, for inference (`lazy/compiled/quantized.py`). The model itself stays as it is.
 
     Returns a callable like `function`, with `report()`; for a module, one of a subclass of its class that shares all
     of its attributes; a decorator if `function` is not given. Raises ValueError for an unknown mode or `dynamic`,
@@ -83,13 +87,23 @@ def compile(
     for name, value in (("fullgraph", fullgraph), ("audit", audit)):
         if not isinstance(value, bool):
             raise TypeError(f"torchlazy.compile: {name} is True or False, not {value!r}")
+    if quantize not in (None, "int8-dynamic"):
+        raise ValueError(f'torchlazy.compile: quantize is None or "int8-dynamic", not {quantize!r}')
     if backend is not None and not callable(backend):
         raise TypeError(f"torchlazy.compile: backend must be callable with (GraphModule, inputs), not {backend!r}")
     settings = CompileSettings(mode, dynamic, fullgraph, audit, backend)
     if function is None:
         return lambda function: compile(
-            function, mode=mode, dynamic=dynamic, fullgraph=fullgraph, audit=audit, backend=backend
+            function,
+            mode=mode,
+            dynamic=dynamic,
+            fullgraph=fullgraph,
+            audit=audit,
+            backend=backend,
+            quantize=quantize,
         )
+    if quantize is not None:
+        return _quantized.compile_quantized(function, settings)
     if isinstance(function, (staticmethod, classmethod)):  # the decorator stands above theirs
         return type(function)(_compiled.compile_callable(function.__func__, settings))
     if isinstance(function, property) and function.fget is not None:

@@ -22,6 +22,7 @@ import traceback
 from typing import Any
 
 import torch
+from torchlazy.lazy.ops import int8_linear  # noqa: F401  (programs may call it)
 from torchlazy.lazy.plan.pipeline import CompileOptions, compile_ahead
 from torchlazy.lazy.run.plan_dynamic import compile_template_ahead
 from torchlazy.lazy.trace import serialize

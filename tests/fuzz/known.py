@@ -47,6 +47,36 @@ def step(S, dev, k0, k1, k2, v1):
     return v2
 """
 
+_AGAIN = """SEED, PACKING = 100, 'plain'
+INPUTS = (
+    ('v1', torch.float32, (3,), True, ''),
+)
+CALLS = (
+    (4, 3, (0.5, 1, True), 0, '', ''),
+)
+
+
+def step(S, dev, k0, k1, k2, v1):
+    S.b.add_(1)
+    return torch.autograd.grad(v1.sum(), v1, create_graph=True)[0]
+"""
+_EXPANDED = """SEED, PACKING = 401993, 'box'
+INPUTS = (
+    ('v1', torch.int8, ('m', 'n'), False, 'state'),
+)
+CALLS = (
+    (4, 3, (0.25, 2, 0.5), 798, '', ''),
+    (4, 3, (0.25, 2, 0.5), 203, '', ''),
+    (4, 3, (0.25, 2, 0.5), 746, '', ''),
+)
+
+
+def step(S, dev, k0, k1, k2, args):
+    v1, = args.t
+    S.b.requires_grad_(not S.b.requires_grad) if S.b.is_leaf else 0
+    return torch.autograd.grad(v1.sum(), v1, retain_graph=True, create_graph=True, allow_unused=True)[0]
+"""
+
 KNOWN: tuple[Known, ...] = (
     Known(
         "the gradient of `prod` does not read what `.data` wrote to its operand since",
@@ -55,6 +85,20 @@ KNOWN: tuple[Known, ...] = (
         r"\.prod\([\s\S]*\.data\b",
         _PROD,
         compiled=True,
+    ),
+    Known(
+        "a gradient of a gradient behind a graph that writes to what it reads is asked to be called again",
+        ("bridge",),
+        r"raised \['call', 'RuntimeError'",
+        r"create_graph=True",
+        _AGAIN,
+    ),
+    Known(
+        "gradients that are asked for with create_graph=True are dense, eager's of a sum an expanded number",
+        ("bridge",),
+        r"strides is",
+        r"create_graph=True",
+        _EXPANDED,
     ),
 )
 

@@ -74,25 +74,24 @@ class OwnViews:
             if asks == MOVES:
                 self.take_sources(args)
 
-    def take_resized(self, op: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether `out=` gives another size to what was the copy of an argument view until now, or a view of it."""
+    def take_resized(self, op: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+        """Where `out=` gives another size to what was the copy of an argument view until now, or a view of it: the
+        argument views whose version the operator is to raise, since torch will for the copies. Else None."""
         recorder = self._capture.recorder
         outs = {name: window for name, value in kwargs.items() if (window := self._behind(value)) is not None}
         if not outs:
-            return False
+            return None
         with recorder.apart():
             now = {name: recorder.geometry_arguments(value) for name, value in kwargs.items()}
             try:
                 _, (_, after) = infer(op, recorder.geometry_arguments(args), now, *recorder.claimed(args, kwargs))
             except CannotInfer:  # eager raises its own error here
-                return False
+                return None
         grown = [name for name in outs if after[name].shape != now[name].shape]
+        counted = [outs[name].given for name in grown if have_one_version(kwargs[name], outs[name].copy)]
         for name in grown:
-            window, counts = outs[name], have_one_version(kwargs[name], outs[name].copy)
-            self.take(window.copy, "to have another size")
-            if counts:
-                torch.autograd.graph.increment_version(window.given)  # torch will count the write for the copy
-        return bool(grown)
+            self.take(outs[name].copy, "to have another size")
+        return counted if grown else None
 
     def take_sources(self, args: Any) -> None:
         """Another tensor, the first, is to be on the memory of the second."""

@@ -72,7 +72,7 @@ def _result(result: t.Result, state: ReplayState) -> Any:
         output = state.outputs[result.index]
         if result.is_marked:
             DEVICE.mark(output)
-        if not result.is_leaf or output.requires_grad == result.requires_grad:
+        if not result.is_leaf or (output.is_leaf and output.requires_grad == result.requires_grad):
             return output
         alone = state.made.setdefault(-1 - result.index, output.detach())
         return alone.requires_grad_(result.requires_grad)

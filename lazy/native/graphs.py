@@ -1,7 +1,8 @@
 """A known trace's program as the native recorder's library calls it in Python; on a GPU as a CUDA graph once its memory
 stays where it is.
 
-An input stays where it was at the last runs, or it is copied into memory of the graph's own. Results are copied out of
+An input stays where it was at the last runs, or it is copied into memory of the graph's own: a small one once it was
+elsewhere, a large one once it was so twice. Results are copied out of
 the graph, but for memory that the program writes in place. Where most of the inputs are elsewhere, another model of the
 same kind runs (a teacher, a second copy): it gets a graph of its own.
 
@@ -11,6 +12,7 @@ Invariant: the outputs are those of the program; where a graph cannot be, the pr
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -38,7 +40,8 @@ class RunsInPython:
         self._captures = 0
         self._runs = 0  # in a row, of one model
         self._addresses: list[int] = []  # of the inputs of the run before
-        self._moving: set[int] = set()  # inputs that were elsewhere in some run
+        self._moves: Counter[int] = Counter()  # by input, how often it was elsewhere than in the run before
+        self._moving: set[int] = set()  # inputs that are copied
         self._staged: Executable | None = None  # the program that graphs in stages are made of
         self._ahead: GraphedProgram | None = None  # whose first stages run already
 
@@ -107,7 +110,7 @@ class RunsInPython:
                 metrics.graph_replays += 1
                 return graph.run(memory, scalars)
             if not _is_another(moved, memory):
-                self._moving.update(moved)
+                self._note(moved, memory)
                 self._graphs.remove(graph)
                 self._captures += 1
                 break
@@ -150,9 +153,16 @@ class RunsInPython:
             if _is_another(moved, memory):
                 self._runs = 0
             else:
-                self._moving.update(moved)
+                self._note(moved, memory)
         self._addresses = addresses
         self._runs += 1
+
+    def _note(self, moved: list[int], memory: list[torch.Tensor]) -> None:
+        """These inputs were elsewhere. Large ones that are so once are of a new model, which got some of an old one's
+        memory, or were replaced: to copy them at each run would cost more than the graph saves."""
+        self._moves.update(moved)
+        is_small = sum(memory[number].nbytes for number in moved) <= _SMALL
+        self._moving.update(number for number in moved if is_small or self._moves[number] > 1)
 
     def _without(self, reason: str) -> list[torch.Tensor] | None:
         self._may_be_graph = False

@@ -110,3 +110,17 @@ def test_a_few_small_inputs_that_move_are_copied_though_they_are_the_most(progra
     for turn in range(8):
         played(program, [parameter, *batches[2 * turn : 2 * turn + 2]], 1)
     assert [graph.stays for graph in Graph.made] == [[True, False, False]] and Graph.made[0].replays == 5
+
+
+def test_large_inputs_that_move_once_are_not_copied(program: RunsInPython, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new model gets some of the memory of one that is gone."""
+    monkeypatch.setattr(graphs, "_SMALL", 0)
+    model = inputs(12)
+    played(program, model, 6)
+    model = [*model[:7], *inputs(5)]
+    played(program, model, 6)
+    assert [all(graph.stays) for graph in Graph.made] == [True, True]
+    assert Graph.made[1].replays == 5
+    model[9] = torch.rand(3)
+    played(program, model, 3)
+    assert [number for number, stays in enumerate(Graph.made[2].stays) if not stays] == [9]

@@ -43,6 +43,7 @@ from torchlazy.lazy.trace.geometry import Geometry, geometry_like
 from torchlazy.lazy.trace.storage import LazyStorage
 from torchlazy.lazy.trace.user_frames import line_in
 
+_HOOKED = "an input has a hook, which sees no gradient where only some of several results are differentiated"
 _SETTINGS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
 
@@ -128,6 +129,7 @@ class _Recorded:
     spec: Any
     handles: JointHandles
     unraised: frozenset[int]  # inputs of the joint that it writes to by `.data` alone
+    has_several: bool  # results that gradients come to
     leaves: tuple[Any, ...]  # results: ("output", n), ("input", position) or ("constant", value)
 
 
@@ -175,6 +177,9 @@ class GraphCall:
                 del self.kinds[key]
             self.kinds[key] = found  # most recently used last
             self._last = key, found
+        if found.has_several and any(tensors[i]._backward_hooks for i in found.wanted):
+            metrics.fallbacks[f"{_PURPOSE}: {_HOOKED}"] += 1
+            return self.graph_module.forward(*args)
         return self._run(found, tensors, args)
 
     def _eager(self, args: Sequence[Any], why: str, once: bool = False) -> Any:
@@ -228,8 +233,17 @@ class GraphCall:
             places = tuple(twins.place_of(storage) for storage in recorded.inputs)
             handles = JointHandles(self._sizes_vary, same_inputs=True)
             unraised = frozenset(i for i, storage in enumerate(recorded.inputs) if id(storage) not in raised)
+            has_several = sum(result.tangent is not None for result in recorded.joint.results) > 1
             return _Recorded(
-                recorded.joint, places, tuple(wanted), recorded.scalars, spec, handles, unraised, tuple(described)
+                recorded.joint,
+                places,
+                tuple(wanted),
+                recorded.scalars,
+                spec,
+                handles,
+                unraised,
+                has_several,
+                tuple(described),
             )
 
     # ---------------------------------------------------------------- running

@@ -682,3 +682,17 @@ def test_writes_through_data_raise_no_version() -> None:
     torch.compile(lambda x: x.unfold(0, 2, 1).data[0].fill_(1), backend="torchlazy")(rows)
     assert rows.sum() == 4
     assert rows._version == 0
+
+
+def test_hooks_of_inputs_do_not_run_where_no_gradient_comes() -> None:
+    """torch calls them with None where one of several results of a node is differentiated."""
+    by_us = torch.compile(lambda x, y: (x * 2, y * 3), backend="torchlazy")
+    for _ in range(3):
+        x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+        x.register_hook(lambda gradient: gradient * 3)
+        first, second = by_us(x, y)
+        second.sum().backward()
+        assert x.grad is None
+        first.sum().backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == [6, 6]

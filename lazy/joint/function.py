@@ -229,6 +229,8 @@ def run_joint(
     handles = handles or JointHandles()
     recorder.rematerialize_pending()
     call = _JointCall(recorder, joint, tuple(inputs), list(scalars), cause, handles, deeper, unraised=unraised)
+    if None in joint.gradients:  # no result depends on these: a backward must not come to what is behind them
+        wanted = [x if at is not None else x.detach() for x, at in zip(wanted, joint.gradients, strict=True)]
     if any(r.tangent is not None for r in joint.results) and not any(x.requires_grad for x in wanted):
         wanted = (*wanted, torch.empty(0, requires_grad=True))  # its gradients lead to leaves of its own alone
     results = _JointFunction.apply(call, *wanted) if joint.results else ()

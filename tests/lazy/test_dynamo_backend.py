@@ -696,3 +696,20 @@ def test_hooks_of_inputs_do_not_run_where_no_gradient_comes() -> None:
         first.sum().backward()
         assert x.grad is not None
         assert x.grad.tolist() == [6, 6]
+
+
+def test_a_backward_does_not_come_to_inputs_that_no_result_depends_on() -> None:
+    """The graph that is behind such an input has its own backward afterwards."""
+    weight = torch.ones(2, requires_grad=True)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        x.data[:1] = 2
+        (weight * weight).sum().backward()
+        return x
+
+    by_us = torch.compile(function, backend="torchlazy")
+    for _ in range(3):
+        leaf = torch.ones(3, requires_grad=True)
+        by_us(leaf * 1.5).sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad.tolist() == [1.5, 1.5, 1.5]

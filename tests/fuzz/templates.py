@@ -115,7 +115,7 @@ LINES: dict[str, str] = {
         $v = Scaled.apply($x, k0); $v.sum().backward(retain_graph=True)
         $v = ($x * 1).mul_(2); $v[:1].add_(1) | $v = $x * 1; $v.data = $v.data * 2 | $v = $x * 1; $v[...] = $o
         $v = $x.sum() * 1; $v.data = $v.data * 2 | torch.arange(4, out=S.box.t.data)
-        $v = $x.detach().sum() * 1; torch.utils.swap_tensors($v, $x.detach() * 3) | $v = nn.Parameter($x.detach())
+        $v = nn.Parameter($x.detach())
     """,
 }  # fmt: skip
 

@@ -105,7 +105,8 @@ def _is_on_device(tensor: torch.Tensor) -> bool:
 def _firsts_of(function: Callable[..., Any], leaves: Sequence[Any]) -> list[torch.Tensor]:
     """The arguments and the tensors that the callable names, the first parameter of each module for it."""
     named = [leaf for leaf in leaves if isinstance(leaf, (_TENSOR, torch.nn.Module))]
-    named += [value for value in _named_by(function) if isinstance(value, (_TENSOR, torch.nn.Module))]
+    found = (value for value in _named_by(function) if type(value) not in weakref.ProxyTypes)  # it may be dead
+    named += [value for value in found if isinstance(value, (_TENSOR, torch.nn.Module))]
     tensors: list[torch.Tensor] = []
     for value in named:
         first = value if isinstance(value, _TENSOR) else next(value.parameters(), None)

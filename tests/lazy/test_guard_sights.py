@@ -767,3 +767,19 @@ def test_what_is_held_by_weak_references_alone_may_die() -> None:
     assert [call(x).tolist() for call in compiled[:2]] == [[2, 2], [2, 2]]
     with pytest.raises(ReferenceError):
         compiled[2](x)
+
+
+def test_a_proxy_of_what_is_gone_raises_where_the_program_asks_it() -> None:
+    held = [Holder()]
+    proxy = weakref.proxy(held[0])
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return x * (2 if hasattr(proxy, "held") else 3)
+        except ReferenceError:
+            return x * 5
+
+    compiled = torchlazy.compile(call, audit=False)
+    assert [compiled(torch.ones(1)).item() for _ in range(4)] == [3, 3, 3, 3]
+    held.clear()
+    assert [compiled(torch.ones(1)).item() for _ in range(4)] == [5, 5, 5, 5]

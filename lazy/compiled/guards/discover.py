@@ -86,10 +86,13 @@ def discover(
             walker.visit(hooks, name, _DEPTH, rooted=True)
         else:
             walker.reached.empty_hooks.append(hooks)
-    walker.visit(function, getattr(function, "__qualname__", type(function).__name__), _DEPTH, rooted=True)
-    for name, value in arguments:
-        walker.visit(value, name, _DEPTH, rooted=True)
-    walker.run()
+    try:
+        walker.visit(function, getattr(function, "__qualname__", type(function).__name__), _DEPTH, rooted=True)
+        for name, value in arguments:
+            walker.visit(value, name, _DEPTH, rooted=True)
+        walker.run()
+    except ReferenceError:  # a proxy raises it whatever it is asked
+        raise TooMuch("its code names a weak proxy of what is gone") from None
     return walker.reached
 
 

@@ -47,8 +47,9 @@ class Unlearnable(Exception):
 class LearnedTrace:
     """A trace, and where its inputs, scalars and outputs stand in the native log.
 
-    `inputs` and `outputs` are numbers of memory; `scalars` positions among the log's floats; floats at the two
-    positions of each of `equal` share a scalar; floats at the positions `fixed` are constants of the trace.
+    `inputs`, `outputs` and `unchanged` (inputs that writes left as they were) are numbers of memory; `scalars`
+    positions among the log's floats; floats at the two positions of each of `equal` share a scalar; floats at the
+    positions `fixed` are constants of the trace.
     """
 
     trace: CutTrace
@@ -57,6 +58,7 @@ class LearnedTrace:
     equal: tuple[tuple[int, int], ...]
     fixed: tuple[int, ...]
     outputs: tuple[int, ...]
+    unchanged: tuple[int, ...]
     scalar_values: tuple[float, ...]
 
 
@@ -240,14 +242,15 @@ class _Learner:
         inputs = [(slot, storage) for slot, storage in recorder.inputs]
         if any(id(storage) not in number_of for _, storage in inputs):
             raise Unlearnable("it reads memory that is not in the log")
-        live = []
+        live, unchanged = [], []
         for number in wanted:
             storage = self.storages.get(number)
             made, _, nbytes, _ = self.log["memories"][number]
             if storage is None or not (storage.dirty and storage.epoch == recorder.epoch):
                 if made:
                     raise Unlearnable("a value that no recorded operator made")
-                continue  # an input that a write left as it was
+                unchanged.append(number)
+                continue
             if made and storage.base.nbytes > nbytes:
                 raise Unlearnable("a result larger than its memory")
             live.append((number, storage))
@@ -276,6 +279,7 @@ class _Learner:
             tuple((places[0], other) for places in positions.values() for other in places[1:]),
             tuple(sorted(self.fixed)),
             tuple(number for number, _ in live),
+            tuple(unchanged),
             tuple(recorder.scalars),
         )
 

@@ -140,13 +140,12 @@ class Programs:
 
     def _plan(self, known: KnownLog, wanted: Sequence[int]) -> tuple[Any, ...] | str | None:
         known.wanted.update(wanted)
-        if known.learned is None or not known.wanted.issubset(known.learned.outputs):
-            outputs = set(known.learned.outputs) if known.learned is not None else None
-            if outputs is None or known.wanted - outputs - _unchanged(known, outputs):
-                reason = self._learn(known)
-                if reason:
-                    return reason
         learned = known.learned
+        if learned is None or not known.wanted.issubset(learned.outputs + learned.unchanged):
+            reason = self._learn(known)
+            if reason:
+                return reason
+            learned = known.learned
         assert learned is not None
         trace = learned.trace
         device = compute_device(trace)
@@ -169,6 +168,7 @@ class Programs:
             list(learned.equal),
             list(learned.fixed),
             list(learned.outputs),
+            list(learned.unchanged),
             None if device != "cpu" else native_of(found.compiled.run),  # on a GPU it becomes a CUDA graph
         )
 
@@ -178,11 +178,6 @@ class Programs:
         if found.compiled is None and not known.has_begun and found.seen == 1:  # the trace came twice already
             found, _ = self.driver.tiers.look_up(trace, device, known.frame, *form)
         return found  # type: ignore[no-any-return]
-
-
-def _unchanged(known: KnownLog, outputs: set[int]) -> set[int]:
-    """Inputs that the log's writes left as they were: nobody waits for them."""
-    return {n for n, (made, _, _, _) in enumerate(known.log["memories"]) if not made and n not in outputs}
 
 
 exclude_from_dynamo(

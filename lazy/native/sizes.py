@@ -383,7 +383,7 @@ class _Fit:
         )
         return (
             program, inputs, list(learned.scalars), list(learned.equal), list(learned.fixed), list(learned.outputs),
-            None, sizes,
+            list(learned.unchanged), None, sizes,
         )  # fmt: skip
 
 

@@ -936,3 +936,26 @@ def test_constants_that_change_before_their_program_is_there(name: str, device: 
             have = run(k, x.to(device) + 1)
         assert_same(have.cpu(), run(k, x + 1))
         torchlazy.wait_for_compile()
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_written_memory_that_nobody_keeps_at_first(device: str) -> None:
+    """The program of a trace whose written input was gone at its end does not serve one where it is there."""
+    kept: list[Tensor] = []
+
+    def step(keeps: bool) -> Tensor | None:
+        x = torch.arange(6.0, device=device)
+        assert float(x.sum()) == 15
+        for number in range(10):
+            x.mul_(2).add_(number)
+        return x if keeps else None
+
+    for keeps in (False, False, False, False, True, True, False, True):
+        with torchlazy.lazy_mode() if device == "cpu" else contextlib.nullcontext():
+            found = step(keeps)
+            torchlazy.flush()
+        torchlazy.wait_for_compile()
+        if found is not None:
+            kept.append(found)
+            assert found.tolist() == [1013 + 1024 * i for i in range(6)]
+    assert counts()["programs"] >= 4 and len(kept) == 3

@@ -128,7 +128,7 @@ SYNCS = {
 }
 # As the native recorder names it: it sees the operator below the method.
 NATIVE_NAMES = {
-    **dict.fromkeys(("bool", "int", "float", "index"), "item"),
+    **dict.fromkeys(("bool", "int", "float", "index", "format"), "item"),
     "copy_": "copy_: its result is not on the lazy device",
 }
 FLUSHES = {

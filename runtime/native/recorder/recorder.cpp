@@ -34,6 +34,7 @@
 #include "memory.h"
 #include "operators.h"
 #include "program.h"
+#include "readers.h"
 #include "replayed_call.h"
 #include "watched_calls.h"
 
@@ -187,6 +188,8 @@ void each_tensor(const IValue& value, const F& f) {
     for (const IValue& item : value.toListRef()) each_tensor(item, f);
   }
 }
+
+std::atomic<int> blocks{0};  // threads whose operators are recorded
 
 // Asked before a value is read, in all threads; it may raise. None: nobody watches.
 py::object* gate = nullptr;
@@ -499,14 +502,17 @@ void Recorder::run_at_once(Operator& op, DispatchKeySet keys, Stack* stack, cons
   {
     auto hold = acquire();
     bool touches = false;
-    for (uint32_t a = 0; a < op.arguments; ++a)
-      each_tensor((*stack)[stack->size() - op.arguments + a], [&](const at::Tensor& t) {
-        if (auto* storage = storage_of(t.unsafeGetTensorImpl()))
-{
+    for (uint32_t a = 0; a < op.arguments; ++a) {
+      const IValue& value = (*stack)[stack->size() - op.arguments + a];
+      if (value.isStorage())
+        if (auto* m = memories_.find(value.toStorage().unsafeGetStorageImpl())) touches |= m->made || m->written;
+      each_tensor(value, [&](const at::Tensor& t) {
+        if (auto* storage = storage_of(t.unsafeGetTensorImpl())) {
           if (auto* m = memories_.find(storage)) touches |= m->made || m->written || (op.writes >> a & 1);
           if (op.writes >> a & 1) origins_.forget(storage);
         }
       });
+    }
     ++counts.at_once;
     if (touches && !constant) {
       ++at_once[toString(op.handle.operator_name()) + ": " + reason];
@@ -1576,15 +1582,15 @@ void Recorder::adopt(Known& now, const py::tuple& plan, Log&& log, const std::ve
     if (t.size() > 5)
       for (auto [place, expression] : py::cast<std::vector<std::pair<uint32_t, uint32_t>>>(t[5])) path.inputs.back().moved.push_back({place, expression});
   }
-  if (plan.size() > 7) path.sizes = sizes_of(path.log, py::cast<py::dict>(plan[7]));
+  if (plan.size() > 8) path.sizes = sizes_of(path.log, py::cast<py::dict>(plan[8]));
   path.scalars = py::cast<std::vector<uint32_t>>(plan[2]);
   path.equal = py::cast<std::vector<std::pair<uint32_t, uint32_t>>>(plan[3]);
   path.fixed.assign(path.log.floats.size(), 0);
   for (uint32_t i : py::cast<std::vector<uint32_t>>(plan[4])) path.fixed[i] = 1;
   path.outputs = py::cast<std::vector<uint32_t>>(plan[5]);
-  set_native(path.run, plan[6], path.scalars.size());
+  set_native(path.run, plan[7], path.scalars.size());
   path.gives.assign(memories.size(), 0);
-  for (uint32_t n = 0; n < memories.size(); ++n) path.gives[n] = !memories[n].made;  // what it leaves as it was
+  for (auto n : plan[6]) path.gives[py::cast<uint32_t>(n)] = 1;  // what it leaves as it was
   for (uint32_t n : path.outputs) path.gives[n] = 1;
   path.last_use.assign(memories.size(), 0);
   uint64_t hash = mixed(uint64_t(c10::typeMetaToScalarType(at::get_default_dtype())), at::globalContext().deterministicAlgorithms());
@@ -1756,6 +1762,21 @@ bool is_recording() {  // whether a block is open in this thread
   return keys.included_.has(KEY) && !keys.excluded_.has(KEY);
 }
 
+// A method that reads memory without an operator comes: perhaps past Deferred, by an alias that was there before.
+bool before_read(const std::string& method, const at::Tensor* t) {
+  const auto& keys = c10::impl::tls_local_dispatch_key_set();
+  const bool is_apart = keys.excluded_.has(KEY), is_recorded = keys.included_.has(KEY);
+  if (!is_apart && (is_recorded || (any_marked && t && is_marked(*t)))) ask_gate([&] { return method; });
+  if (!busy && blocks && recorder->reads_pending()) { auto hold = acquire(); recorder->cut("memory is read"); }
+  return !is_apart && (is_recorded || (any_marked && has_gate));
+}
+
+// A GPU's streams are told of each other, or waited for: what is deferred is launched before.
+bool before_order(const std::string& method, const at::Tensor*) {
+  if (!busy && (blocks || any_marked)) { auto hold = acquire(); recorder->cut(method); }
+  return false;
+}
+
 void settle_pending() {
   if (!pending_memories.load(std::memory_order_relaxed)) return;
   auto hold = acquire();
@@ -1835,20 +1856,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("include", [](bool on) {  // whether this thread's operators are recorded; returns whether they were
     const bool was = c10::impl::tls_is_dispatch_key_included(KEY);
     c10::impl::tls_set_dispatch_key_included(KEY, on);
+    blocks += int(on) - int(was);
     return was;
   });
   // This thread's operators are not recorded until `restore` gets what this returns.
-  m.def("pause", [] {
-    const auto& keys = c10::impl::tls_local_dispatch_key_set();
-    const int before = keys.included_.has(KEY) | keys.excluded_.has(KEY) << 1;
-    c10::impl::tls_set_dispatch_key_included(KEY, false);
-    c10::impl::tls_set_dispatch_key_excluded(KEY, true);
-    return before;
-  });
-  m.def("restore", [](int before) {
-    c10::impl::tls_set_dispatch_key_included(KEY, before & 1);
-    c10::impl::tls_set_dispatch_key_excluded(KEY, before & 2);
-  });
+  m.def("pause", &Pause::begin);
+  m.def("restore", &Pause::end);
   m.def("use_device", [](const std::string& device, py::type tensor) {  // from here on there are lazy tensors, and this computes them
     target = at::Device(device);
     if (!any_marked.exchange(true)) install_in_python(tensor);
@@ -1877,14 +1890,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_marked", [](const at::Tensor& t) { return is_marked(t); });
   m.def("is_told_lazy", [](const at::Tensor& t) { return is_marked(t) && !c10::impl::tls_is_dispatch_key_excluded(KEY); });  // what Python is told
   m.def("cut", [](const std::string& cause) { auto hold = acquire(); recorder->cut(cause); });
-  // A method that reads memory without an operator comes: perhaps past Deferred, by an alias that was there before.
-  m.def("before_read", [](const std::string& method, const at::Tensor& t) {
-    const bool is_recorded = c10::impl::tls_is_dispatch_key_included(KEY);
-    if (is_recorded || is_marked(t)) ask_gate([&] { return method; });
-    if (!busy && recorder->reads_pending()) { auto hold = acquire(); recorder->cut("memory is read"); }
-    // Whether its own operators are not to be recorded; a copy is to be of the tensor's device.
-    const bool copies = method == "__deepcopy__" || method == "__reduce_ex__";
-    return !(copies && is_marked(t)) && (is_recorded || (any_marked && has_gate));
+  m.def("before_read", [](const std::string& method, const at::Tensor& t) { return before_read(method, &t); });
+  m.def("watch_methods", [](const py::dict& reading, const py::dict& ordering) {  // from here on, by what a report calls them
+    for (auto [name, found] : reading) Readers::install(py::reinterpret_borrow<py::object>(found), py::cast<std::string>(name), &before_read);
+    for (auto [name, found] : ordering) Readers::install(py::reinterpret_borrow<py::object>(found), py::cast<std::string>(name), &before_order);
   });
   m.def("set_gate", [](py::object asked) {  // called with the cause before a value is read; None: no more
     if (!gate) gate = new py::object();

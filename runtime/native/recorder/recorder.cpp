@@ -54,6 +54,7 @@ constexpr int64_t FREE_LEARNING_NS = 8000000000, LEARNING_SHARE = 20;  // and th
 // So many entries of traces that do not come again (and so many times the longest), more than of those that do, and
 // operators run unrecorded for a while; then half as many are enough, and each rest is twice as long as the one before.
 constexpr int64_t STRANGE = 1 << 12, STRANGE_TRACES = 16, SHORTEST_REST = 1 << 16, LONGEST_REST = 1 << 20;
+constexpr int64_t LONG_NS = 100000;     // a short trace that takes so long may be worth a program
 constexpr size_t MOST_KNOWN = 1 << 14;  // traces; those that came once go first
 constexpr uint64_t FORGOTTEN = 4000;    // traces, after which the program of one that did not come goes
 constexpr uint64_t LOOKS = 1024;        // traces from look to look at what is old
@@ -230,7 +231,7 @@ class Recorder {
   std::unordered_map<uint64_t, Family> families;  // by skeleton
   Cuts cut_points;
   bool compares_times = true;  // false: nothing depends on how long it takes
-  size_t least_entries = 8;  // a shorter trace is not worth a program
+  size_t least_entries = 8;  // a shorter trace is not worth a program, if its operators take little time
 
   void operator_comes(const c10::OperatorHandle& handle, DispatchKeySet keys, Stack* stack);
   void cut(const std::string& cause);
@@ -1460,7 +1461,8 @@ void Recorder::leave_stages() {
 
 void Recorder::finish_log() {
   if (!hooks) return;
-  if (is_odd_ || log_.entries.size() < least_entries) {
+  const int64_t taken = now_ns() - begun_ns_;
+  if (is_odd_ || log_.entries.size() < (taken < LONG_NS ? least_entries : 2)) {
     count_partings();
     return count_trace(log_.entries.size(), true);
   }
@@ -1471,7 +1473,6 @@ void Recorder::finish_log() {
   Known& now = known[hash_];
   now.hash = hash_, now.entries = log_.entries.size(), now.last = trace_number_;
   if (!now.count++) count_partings();
-  const int64_t taken = now_ns() - begun_ns_;
   now.least_ns = std::min(now.least_ns, taken);
   Family& family = families[skeleton_];
   if (taken < family.known.least_ns) family.known.least_ns = taken, family.known.least_bytes = bytes();

@@ -302,7 +302,7 @@ def test_training_interrupted_at_random(way: str, pythons_own_handler: None) -> 
                 time.sleep(0.001)
         except KeyboardInterrupt:
             interrupted += 1
-        assert not BLOCKS.depth and not BLOCKS._suspended, "Python does not leave what was interrupted as it began"
+        assert not BLOCKS.depth, "Python does not leave what was interrupted as it began"
         assert BLOCKS.library is None or not BLOCKS.library.is_recording()
         plain = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
         with torch.no_grad():
@@ -336,7 +336,7 @@ def test_a_signal_waits_while_a_block_begins_or_ends(block: str, pythons_own_han
     torchlazy.config.tiers = "on"
     with torchlazy.lazy_mode() if block == "generator" else contextlib.nullcontext():
         run()
-        expected = BLOCKS.depth, BLOCKS._suspended, BLOCKS.library.is_recording()
+        expected = BLOCKS.depth, BLOCKS.library.is_recording()
         at, places = 1, []
         while True:
             found = Signalling(at)
@@ -348,7 +348,7 @@ def test_a_signal_waits_while_a_block_begins_or_ends(block: str, pythons_own_han
                     sys.setprofile(None)
                 if found.place:
                     time.sleep(60)  # one that waits ends this
-            assert (BLOCKS.depth, BLOCKS._suspended, BLOCKS.library.is_recording()) == expected, found.place
+            assert (BLOCKS.depth, BLOCKS.library.is_recording()) == expected, found.place
             if not found.place:
                 break
             places.append(found.place)

@@ -302,8 +302,13 @@ class _Operators(TorchDispatchMode):
         recorder.cut(func.name().removeprefix("aten::"))
         recorder.rematerialize_pending([target])
         args = [_handed_over(recorder, a, "set_") if isinstance(a, LazyTensor) else a for a in args]
+        room = target.untyped_storage().nbytes()
         func(*args, **kwargs)
         recorder.memory_changes(target)
+        if recorder.capture is not None:
+            if func not in SETS and target.untyped_storage().nbytes() > room:
+                recorder.capture.refuse("it gives a tensor from outside another size, for which there is no room")
+            recorder.capture.changed_forms.add(id(target))
         return target
 
     def _is_host_scalar_only(self, tensors: Sequence[torch.Tensor]) -> bool:

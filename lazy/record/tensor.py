@@ -89,7 +89,7 @@ class LazyTensor(torch.Tensor):
     def _shared(self, cause: str) -> torch.Tensor:
         """The memory for a caller that keeps it; on the lazy device, where addresses may change, the current memory."""
         if self.recorder.capture is not None:
-            self.recorder.capture.read_on_host(cause)
+            self.recorder.capture.lends(self, cause)
         real = self.recorder.real if self._geometry.device == LAZY else self.recorder.hand_out
         return real(self, cause)
 
@@ -97,7 +97,7 @@ class LazyTensor(torch.Tensor):
         """The memory for one who reads and writes it without asking."""
         recorder = self.recorder
         if recorder.capture is not None:
-            recorder.capture.read_on_host(cause)
+            recorder.capture.lends(self, cause)
         if self._geometry.device == LAZY:
             return lend(recorder, self, cause)
         if self._storage_.epoch == recorder.epoch:  # what was recorded may read it

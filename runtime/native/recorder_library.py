@@ -33,7 +33,9 @@ log = logging.getLogger("torchlazy.runtime")
 SOURCES = Path(__file__).parent / "recorder"
 PREBUILT = Path(__file__).parent / "prebuilt"  # what `make wheel` lays into the wheel
 NAME = "torchlazy_recorder"
-_FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-w", f"-DTORCH_EXTENSION_NAME={NAME}")
+_FLAGS = (
+    "-O2", "-std=c++20", "-fPIC", "-shared", "-w", f"-DTORCH_EXTENSION_NAME={NAME}", *toolchain_cpp.MORE_FLAGS,
+)  # fmt: skip
 _LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch_python")
 
 

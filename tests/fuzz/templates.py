@@ -100,11 +100,13 @@ LINES: dict[str, str] = {
         $v = sum(p.square().sum() for p in S.parameters() if p.requires_grad) | nn.init.constant_(S.m.bias, k0)
     """,
     "storages": """
-        s = $x.untyped_storage(); $x.mul_(2); told.append(s.tolist()[:8])
-        s = $x.untyped_storage(); $x.add_(k0); told.append(s.clone().tolist()[:8]); $v = $x * 1
+        s = $x.untyped_storage(); $x.mul_(2); told.append(read(s.clone(), $x.dtype))
+        s = $x.untyped_storage(); $x.add_(k0); told.append(read(s, $x.dtype)); $v = $x * 1
         $v = $x.detach().clone(); s = $v.untyped_storage(); $v.mul_(2); s.resize_(s.nbytes() + 8); $v.add_(k0)
         old = $x.detach().clone(); told.append(float(old.abs().sum())); old.mul_(2); S.box.t = (S.box.t, old)[S.n % 2]
         old = $x * 1; told.append(bool(old.any())); old.data.add_(k0); $v = old if S.n % 3 else $x + 1
+        $x.detach().cpu().numpy()[...] = k1 | told.append($x.detach()[:1].cpu().numpy().tolist())
+        $v = $x.detach(); $v.as_strided((1, 1), (1, 1), 0).add_(1)
     """,
     "generators": """
         $v = torch.randn($p, generator=torch.Generator().manual_seed(k1)).to(dev) * 1

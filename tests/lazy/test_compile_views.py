@@ -108,3 +108,28 @@ def test_results_of_calls_that_run_their_python_are_views_too(device: str) -> No
         (made.sum() + x.sum()).backward()
         assert weight.grad is not None and weight.grad.item() == 9
     assert compiled.report().replays == 0
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 3), (2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "turn",
+    [
+        lambda x: x.squeeze_().unsqueeze_(-1),
+        lambda x: x.unsqueeze_(0).squeeze_(),
+        lambda x: x.unsqueeze_(0).add_(1),
+        lambda x: x.resize_(2).fill_(3),
+        lambda x: x.swapaxes_(0, -1) if x.dim() else x.unsqueeze_(0),
+    ],
+    ids=["there and back", "back and forth", "written", "resized", "turned"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_an_argument_whose_form_changes(shape: tuple[int, ...], turn: Callable[[Tensor], Tensor]) -> None:
+    def step(x: Tensor) -> Tensor:
+        turn(x)
+        return x * 2
+
+    compiled = torchlazy.compile(step)
+    for number in range(6):
+        mine, eagers = (torch.arange(6.0)[: torch.Size(shape).numel()].reshape(shape) + number for _ in range(2))
+        assert torch.equal(compiled(mine), step(eagers))
+        assert (mine.shape, mine.stride()) == (eagers.shape, eagers.stride()) and torch.equal(mine, eagers)

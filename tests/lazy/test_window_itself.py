@@ -132,6 +132,33 @@ def gives_an_array(x, y):
     return x.numpy()
 
 
+def gives_arrays_of_views(x, y):
+    early = x.detach()
+    x.add_(1)
+    return x[1:].numpy(), early.numpy()
+
+
+def is_set_to_a_detached_one(x, y):
+    x.set_(y.detach())
+
+
+def looks_around(x, y):
+    early = x.detach()
+    wide = torch.as_strided(early, (1, 2), (1, 3), 0)
+    early.data.add_(1)
+    x.data.mul_(2)
+    early.add_(3)
+    return wide * 1, early
+
+
+def writes_around(x, y):
+    early = x[1]
+    early.mul_(2)
+    early.as_strided((2, 2), (3, 1), 2).add_(5)
+    x.add_(early.sum())
+    return early
+
+
 def gives_a_copy_on_its_memory(x, y):
     return copy.copy(x)
 
@@ -166,6 +193,10 @@ FUNCTIONS = [
     grows,
     grows_like,
     gives_an_array,
+    gives_arrays_of_views,
+    is_set_to_a_detached_one,
+    looks_around,
+    writes_around,
     gives_a_copy_on_its_memory,
     gives_a_deep_copy,
     stores_itself_and_needs_a_gradient,
@@ -180,7 +211,9 @@ def sights(function: Any, window: Callable[[torch.Tensor, int], torch.Tensor], h
         x = window(data, turn % 3)
         if has_gradient:
             x.grad = torch.ones_like(x)
+        versions = data._version, x._version, y._version
         result = function(x, y)
+        raised = [now - was for was, now in zip(versions, (data._version, x._version, y._version), strict=True)]
         leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(result) if leaf is not None]
         tensors = [torch.as_tensor(leaf) for leaf in leaves]
         loss = next((leaf for leaf in tensors if leaf.requires_grad and leaf.grad_fn and not leaf.dim()), None)
@@ -195,7 +228,7 @@ def sights(function: Any, window: Callable[[torch.Tensor, int], torch.Tensor], h
         grad = None if x.grad is None else x.grad.clone()
         facts = (x.requires_grad, x.is_leaf, tuple(x.shape), x.stride(), x.storage_offset(), x.grad is None)
         on = [x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() for other in (data, y)]
-        facts = (*facts, tuple(y.shape), y.stride(), y.storage_offset())
+        facts = (*facts, raised, tuple(y.shape), y.stride(), y.storage_offset())
         found += [data.clone(), y.clone(), x.detach().clone(), grad, facts, on]
     return found
 

@@ -260,6 +260,8 @@ class Outcome:
         """Copy what the call wrote to copies of argument views back to the views; whether there was any, or a view of a
         copy was given away."""
         found = self._gave_windows
+        if self.capture.themselves is not None:
+            self.capture.themselves.raise_versions()
         for window in self.capture.windows:
             if window.copy.is_leaf:
                 window.take_over_gradient(self._plainly)

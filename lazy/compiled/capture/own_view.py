@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 NOT_THE_PROGRAM = (LAZY_FOLDER, str(Path(torch.__file__).parent))
 _T: Any = torch.Tensor
+_MEMORY = "for its memory"  # so may views of it
 _ASKS: dict[Any, str] = {
     _T.requires_grad_: "to need a gradient",
     _T.requires_grad.__set__: "to need a gradient",
@@ -48,14 +49,17 @@ _ASKS: dict[Any, str] = {
     _T.resize_as_: "to have another size",
     _T.share_memory_: "to be on shared memory",
     _T.__setstate__: "to be another tensor",
-    _T.numpy: "for its memory",
-    _T.__array__: "for its memory",
-    _T.__dlpack__: "for its memory",
-    _T.storage: "for its memory",
-    _T.untyped_storage: "for its memory",
-    _T._typed_storage: "for its memory",
-    _T.__reduce_ex__: "for its memory",
-    _T.__deepcopy__: "for its memory",
+    _T.numpy: _MEMORY,
+    _T.__array__: _MEMORY,
+    _T.__dlpack__: _MEMORY,
+    _T.storage: _MEMORY,
+    _T.untyped_storage: _MEMORY,
+    _T._typed_storage: _MEMORY,
+    _T.__reduce_ex__: _MEMORY,
+    _T.__deepcopy__: _MEMORY,
+    **dict.fromkeys(
+        (torch.as_strided, _T.as_strided, _T.as_strided_, torch.as_strided_, torch.as_strided_copy), _MEMORY
+    ),
 }
 
 
@@ -65,11 +69,14 @@ class OwnViews:
     def __init__(self, capture: CaptureRecord) -> None:
         self._capture = capture
         self._given: dict[int, torch.Tensor] = {}
+        self._versions: list[tuple[ArgumentView, int]] = []  # of their copies, when they were taken
 
     def look(self, func: Callable[..., Any], args: Any) -> None:
         """Note a question that only the view itself can answer."""
         asks = _ASKS.get(func)
         if asks is not None and args and not sys._getframe(2).f_code.co_filename.startswith(LAZY_FOLDER):
+            if asks is _MEMORY:
+                self.lend(args[0])
             self.take(args[0], asks)
             if asks == MOVES:
                 self.take_sources(args)
@@ -96,8 +103,12 @@ class OwnViews:
     def take_sources(self, args: Any) -> None:
         """Another tensor, the first, is to be on the memory of the second."""
         for source in args[1:2]:
-            if (window := self._behind(source)) is not None:
-                self.take(window.copy, "for its memory")
+            self.lend(source)
+
+    def lend(self, tensor: Any) -> None:
+        """Somebody gets the memory of the tensor, which may be a copy or a view of one."""
+        if (window := self._behind(tensor)) is not None:
+            self.take(window.copy, _MEMORY)
 
     def _behind(self, value: Any) -> ArgumentView | None:
         """The argument view that the value is the copy of, or a view of the copy."""
@@ -132,8 +143,15 @@ class OwnViews:
         for view, now in zip(views, seen, strict=True):
             if now is not None:
                 view._become(recorder.view_of_plain(now, recorder.storage_of_plain(now)))
+        self._versions.append((window, window.copy._version))
         self._capture.windows.remove(window)
         self._capture.taken.append(window)
+
+    def raise_versions(self) -> None:
+        """Writes to views of copies, which are views of the arguments now, count as writes to these, too."""
+        for window, before in self._versions:
+            for _ in range(0 if window.given.is_inference() else window.copy._version - before):
+                torch.autograd.graph.increment_version(window.given)
 
     def instead(self, value: Any) -> Any:
         """The value with argument views in place of their copies."""

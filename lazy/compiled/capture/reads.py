@@ -120,10 +120,6 @@ _ADDRESSES = frozenset(  # torch 2.11 has no const_data_ptr
     for name in ("data_ptr", "const_data_ptr", "untyped_storage", "storage")
     if hasattr(torch.Tensor, name)
 )
-# What shows memory around an argument view.
-_OF_MEMORY = frozenset(
-    {torch.as_strided, torch.Tensor.as_strided, torch.Tensor.as_strided_, torch.as_strided_, torch.as_strided_copy}
-)
 # Their backward takes the logarithm of a number, which a symbol does not have.
 _POWERS = frozenset({torch.Tensor.__rpow__, torch.pow, torch.float_power})
 # They take the plain value of a number, which would be a constant.
@@ -177,8 +173,6 @@ class TensorReads(TorchFunctionMode):
             if window is not None:
                 self._capture.asked_of_views = True
                 return func(window, *args[1:], **(kwargs or {}))
-        if func in _OF_MEMORY and args and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_PROGRAM):
-            args = (self._capture.in_its_memory(args[0]), *args[1:])
         if func in _OF_DATA and len(args) == 1 and _SIMPLE.issuperset(kwargs or ()):
             is_listed = node_of(args[0]) is None and _is_position(args[0])
             number = args[0][0] if is_listed else args[0]

@@ -34,7 +34,7 @@ from torchlazy.lazy.compiled.template.template import (
     Step,
     ToLazy,
 )
-from torchlazy.lazy.compiled.template.views import ArgumentView, fill
+from torchlazy.lazy.compiled.template.views import ArgumentView
 from torchlazy.lazy.numbers.expr import Applied, Expression, SourceRef, TracedNumber, places_in
 from torchlazy.lazy.numbers.questions import SizeQuestions
 from torchlazy.lazy.numbers.tracked import traced
@@ -80,6 +80,7 @@ class CaptureRecord:
         self.draws_from: Sequence[torch.Generator] = ()  # generators of its own that the call is known to draw from
         self.windows: list[ArgumentView] = []  # argument views that copies stand for
         self.taken: list[ArgumentView] = []  # and those that copies stood for at first
+        self.changed_forms: set[int] = set()  # tensors from outside that are on other memory or in another form now
         self.themselves: Any = None  # the WindowsThemselves of this call, if it was given any
         self.asked: SizeQuestions | None = None  # records what the Python asks of sizes
         self.asked_of_views = False  # whether the program asked for the address of one of them
@@ -315,6 +316,12 @@ class CaptureRecord:
             f"its Python reads a value on the host ({cause}); return the tensor, and read it outside of the call"
         )
 
+    def lends(self, tensor: torch.Tensor, cause: str) -> None:
+        """Somebody gets its memory, who may keep it: where it is an argument view's, the argument's own."""
+        self.read_on_host(cause)
+        if self.themselves is not None:
+            self.themselves.lend(tensor)
+
     def bring_made(self, tensor: torch.Tensor) -> None:
         """Under `lazy_mode`: a number that host operators made (a reciprocal of a scale) is an input of the trace."""
         host = self.host_of(tensor)
@@ -460,21 +467,6 @@ class CaptureRecord:
             window.copy for window in self.windows if self.recorder.storage_of_plain(window.alias) is tensor._storage_
         )
         return tensor.is_inference() or any(copy.is_inference() or have_one_version(tensor, copy) for copy in copies)
-
-    def in_its_memory(self, tensor: Any) -> Any:
-        """The tensor where a caller's `as_strided` finds the memory around it: an argument view instead of its copy,
-        which continues in the view's memory."""
-        found = self.argument_view_of(tensor)
-        for window in self.windows:
-            memory = self.recorder.storage_of_plain(window.alias)
-            if found is not None and (tensor is window.copy or getattr(tensor, "_storage_", None) is memory):
-                self.asked_of_views = True
-                if memory.version:
-                    fill(window.given.data, window.alias)
-                seen = found if tensor is window.copy else self.argument_view_of(window.copy)
-                if seen is not None:
-                    window.copy.data = seen
-        return tensor if found is None or any(tensor is window.copy for window in self.windows) else found
 
     # ---------------------------------------------------------------- lazy memory
 

@@ -54,6 +54,7 @@ from torchlazy.lazy.compiled.template.template import (
 from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.numbers.expr import Expression, SourceRef, places_in
 from torchlazy.lazy.numbers.tracked import as_tracked, node_of
+from torchlazy.lazy.ops.handlers import CHANGES_THE_TENSOR
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.subclasses import with_own_rules
 from torchlazy.lazy.record.tensor import LazyTensor
@@ -403,6 +404,10 @@ class Capture(OperatorNumbers, TorchDispatchMode):
             self.generators.draws(kwargs.get("generator"))
         if op._schema.is_mutable:
             self.recorder.on_host_write(op)
+        # Where a tensor has dimensions such a change is no step: a replay makes it at the end.
+        changes = op in CHANGES_THE_TENSOR and not isinstance(hosts_args[0], HostMade)
+        if changes or not self.changed_forms.isdisjoint(map(id, args)):
+            self.refuse(f"{op.name().removeprefix('aten::')} of a tensor from outside that has no dimensions")
         result = op(*args, **kwargs)
         made: list[int | None] = []
         returned = tensors_in(result)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <pybind11/pybind11.h>
 
@@ -12,6 +13,7 @@
 #include <string>
 #include <unordered_set>
 #include <utility>
+#include <vector>
 
 namespace torchlazy {
 
@@ -40,9 +42,13 @@ struct Pause {
 // object that tables of other code and function modes know, and nothing is switched where a block begins or ends.
 class Readers {
  public:
-  // What is done before a method is called, of a tensor or of none; returns whether the method's own operators are not to
-  // be recorded. It may raise.
-  using Before = bool (*)(const std::string& name, const at::Tensor* tensor);
+  // One of the two that a method is called with.
+  struct Memory {
+    const at::Tensor* tensor;
+    StorageImpl* storage;
+  };
+  // What is done before a method is called; returns whether its own operators are not to be recorded. It may raise.
+  using Before = bool (*)(const std::string& name, const std::vector<Memory>& given);
 
   static void install(const py::object& found, const std::string& name, Before before) {
     static auto* installed = new std::unordered_set<PyObject*>;  // methods live as long as torch
@@ -86,18 +92,25 @@ class Readers {
   template <class F>
   static Any as_any(F function) { return reinterpret_cast<Any>(function); }
 
-  // Of a function of a module the tensor is the first argument.
-  static const at::Tensor* tensor_of(PyObject* self, PyObject* args) {
-    if (self && THPVariable_Check(self)) return &THPVariable_Unpack(self);
-    if (args && PyTuple_Check(args) && PyTuple_GET_SIZE(args)) args = PyTuple_GET_ITEM(args, 0);
-    return args && THPVariable_Check(args) ? &THPVariable_Unpack(args) : nullptr;
+  // Tensors and storages that a call is given: itself, its only argument or those of a tuple.
+  static std::vector<Memory> memory_of(PyObject* self, PyObject* args) {
+    std::vector<Memory> found;
+    const auto add = [&](PyObject* value) {
+      if (!value) return;
+      if (THPVariable_Check(value)) found.push_back({&THPVariable_Unpack(value), nullptr});
+      else if (THPStorage_Check(value)) found.push_back({nullptr, THPStorage_Unpack(value).unsafeGetStorageImpl()});
+    };
+    add(self);
+    if (!args || !PyTuple_Check(args)) add(args);
+    else for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) add(PyTuple_GET_ITEM(args, i));
+    return found;
   }
   // `original` as soon as what it reads is there; `failed` with Python's error where that raises.
   template <class F, class R>
   static R call(const Slot& slot, PyObject* self, PyObject* args, const F& original, R failed) {
     bool is_apart = false;
     try {
-      is_apart = slot.before(slot.name, tensor_of(self, args));
+      is_apart = slot.before(slot.name, memory_of(self, args));
     } catch (py::error_already_set& error) {
       error.restore();
       return failed;

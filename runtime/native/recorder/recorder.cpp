@@ -1764,16 +1764,23 @@ bool is_recording() {  // whether a block is open in this thread
 }
 
 // A method that reads memory without an operator comes: perhaps past Deferred, by an alias that was there before.
-bool before_read(const std::string& method, const at::Tensor* t) {
+bool before_read(const std::string& method, const std::vector<Readers::Memory>& given) {
   const auto& keys = c10::impl::tls_local_dispatch_key_set();
   const bool is_apart = keys.excluded_.has(KEY), is_recorded = keys.included_.has(KEY);
-  if (!is_apart && (is_recorded || (any_marked && t && is_marked(*t)))) ask_gate([&] { return method; });
-  if (!busy && blocks && recorder->reads_pending()) { auto hold = acquire(); recorder->cut("memory is read"); }
+  const auto is_lazy = [](const Readers::Memory& m) { return m.tensor && m.tensor->defined() && is_marked(*m.tensor); };
+  if (!is_apart && (is_recorded || (any_marked && std::any_of(given.begin(), given.end(), is_lazy)))) ask_gate([&] { return method; });
+  if (!busy && recorder->reads_pending()) {
+    auto hold = acquire();
+    if (blocks) recorder->cut("memory is read");  // of other memory, too: here the method may read more than it is given
+    for (const auto& m : given)
+      if (m.storage || m.tensor->defined())
+        if (auto* storage = m.storage ? m.storage : storage_of(m.tensor->unsafeGetTensorImpl())) recorder->compute_for(storage);
+  }
   return !is_apart && (is_recorded || (any_marked && has_gate));
 }
 
 // A GPU's streams are told of each other, or waited for: what is deferred is launched before.
-bool before_order(const std::string& method, const at::Tensor*) {
+bool before_order(const std::string& method, const std::vector<Readers::Memory>&) {
   if (!busy && (blocks || any_marked)) { auto hold = acquire(); recorder->cut(method); }
   return false;
 }
@@ -1891,7 +1898,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_marked", [](const at::Tensor& t) { return is_marked(t); });
   m.def("is_told_lazy", [](const at::Tensor& t) { return is_marked(t) && !c10::impl::tls_is_dispatch_key_excluded(KEY); });  // what Python is told
   m.def("cut", [](const std::string& cause) { auto hold = acquire(); recorder->cut(cause); });
-  m.def("before_read", [](const std::string& method, const at::Tensor& t) { return before_read(method, &t); });
+  m.def("before_read", [](const std::string& method, const at::Tensor& t) { return before_read(method, {{&t, nullptr}}); });
   m.def("watch_methods", [](const py::dict& reading, const py::dict& ordering) {  // from here on, by what a report calls them
     for (auto [name, found] : reading) Readers::install(py::reinterpret_borrow<py::object>(found), py::cast<std::string>(name), &before_read);
     for (auto [name, found] : ordering) Readers::install(py::reinterpret_borrow<py::object>(found), py::cast<std::string>(name), &before_order);

@@ -13,11 +13,12 @@ STAMP := $(VENV)/.installed
 MYPY_ROOT := $(VENV)/mypy_root
 PACKAGES := lazy autograd prims inductor runtime
 
-.PHONY: help venv demo wheel test lint format
+.PHONY: help venv demo wheel test test-native lint format
 
 help:
 	@echo "make demo    train a small GPT eagerly and lazily, and time four programs by every way (DEMO_ARGS=... WORKLOAD_ARGS=...)"
 	@echo "make test    run the tests (PYTEST_ARGS='-k name -x', TEST_WORKERS=0 for one process)"
+	@echo "make test-native  the native recorder's tests under sanitizers (g++ with libasan; 15 minutes)"
 	@echo "make opinfo  run torch's operator database on the lazy device (OPINFO_ARGS=...)"
 	@echo "make zoo     train small models of every kind on the lazy device and compare with eager (ZOO_ARGS=...)"
 	@echo "make docs    write docs/generated/: files, operators, prims, and the last results of opinfo and zoo"
@@ -50,6 +51,17 @@ wheel: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+# The native recorder, and kernels with it, under the address and the undefined-behaviour sanitizer. Not vptr: a deferred
+# tensor has another table of virtual functions. Leaks are Python's and torch's at the end of a process.
+SANITIZED := -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined
+NATIVE_TESTS ?= $(filter-out %_gpu.py,$(wildcard tests/lazy/test_native_*.py)) tests/lazy/test_interrupts.py
+
+test-native: $(STAMP)
+	LD_PRELOAD="$$(for one in asan ubsan stdc++; do g++ -print-file-name=lib$$one.so; done | tr '\n' ' ')" \
+	ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:alloc_dealloc_mismatch=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	TORCHLAZY_CPP_FLAGS="$(SANITIZED)" TORCHLAZY_CACHE_DIR="$(CURDIR)/.pytest_cache/sanitized" \
+	$(BIN)/python -m pytest -p no:faulthandler $(NATIVE_TESTS)
 
 # The repository root is the package `torchlazy`; mypy derives module names from folder names, so it gets a link of that name.
 $(MYPY_ROOT)/torchlazy: $(STAMP)

@@ -214,10 +214,7 @@ class _Operators(TorchDispatchMode):
                 return run_unwrapped(recorder, func, args, kwargs, f"a {other}")
             plan = recorder.plan(func)
             windows = recorder.capture.themselves if recorder.capture is not None else None
-            resized = None
-            if windows is not None and kwargs and plan.written:
-                resized = windows.take_resized(func, args, kwargs)
-            if windows is not None and resized is not None:
+            if windows is not None and kwargs and plan.written and windows.take_resized(func, args, kwargs):
                 args, kwargs = windows.instead(args), windows.instead(kwargs)
             originals: dict[int, torch.Tensor] = {}
             twins: dict[int, LazyTensor] = {}
@@ -257,8 +254,6 @@ class _Operators(TorchDispatchMode):
             given = tuple(map_nested(functools.partial(twin, place), value) for place, value in enumerate(args))
             named = {name: map_nested(functools.partial(twin, name), value) for name, value in kwargs.items()}
             result = recorder.dispatch(func, given, named)
-            if resized:
-                torch.autograd.graph.increment_version(resized)
             for position in plan.written:  # torch counts writes to single tensors itself
                 written = args[position] if position < len(args) else None
                 if isinstance(written, (list, tuple)):

@@ -23,6 +23,7 @@ from torchlazy.lazy.trace.geometry import Geometry, flat, geometry
 from torchlazy.lazy.trace.storage import LazyStorage, storage_of
 from torchlazy.lazy.trace.trace import CutTrace, ScalarSlot, Slot
 from torchlazy.prims.drawn_dropout import takes_random_numbers
+from torchlazy.runtime.program.steps import RNN_LAYER
 
 NativeTensor = tuple[int, list[int], list[int], int, torch.dtype]  # memory, sizes, strides, offset, dtype
 
@@ -135,6 +136,8 @@ class _Learner:
         before = len(recorder._entries)
         if name == "aten::native_dropout":
             found = recorder.record_pure(torch.ops.torchlazy.drawn_dropout.default, args[:2], {})
+        elif op is RNN_LAYER:  # its last argument says whether gradients were on
+            found = recorder.record_pure(op, args, kwargs)
         else:
             found = recorder.dispatch(op, args, kwargs)
         if is_view:

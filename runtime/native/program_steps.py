@@ -22,7 +22,7 @@ from torchlazy.runtime.program.program import (
     Reinterpret,
     ValueRef,
 )
-from torchlazy.runtime.program.steps import CALLED_AS, resolve_overload
+from torchlazy.runtime.program.steps import resolve_overload
 from torchlazy.runtime.program.symbolic import FloatName, SizeName
 from torchlazy.runtime.toolchains.toolchain import LoadedKernel
 
@@ -127,8 +127,6 @@ class _Steps:
 
     def _extern(self, step: ExternCall) -> tuple[Any, ...]:
         overload = resolve_overload(step.op)
-        if overload in CALLED_AS:
-            raise TypeError(f"{step.op} depends on more than its arguments")
         name, _, kind = overload.name().partition(".")
         outputs = [
             None if output is None or meta is None else (self.slot(output), self._layout(meta))

@@ -120,7 +120,8 @@ def _rnn_layer(*args: Any) -> Any:
 
 
 CALLED_AS: dict[torch._ops.OpOverload, Callable[..., Any]] = {RNN_LAYER: _rnn_layer}
-"""For operators whose kernels depend on more than their arguments: what calls them as they were recorded."""
+"""For operators whose kernels depend on more than their arguments: what calls them as they were recorded. The native
+recorder knows them (`place_of_gradients`)."""
 
 
 @functools.cache

@@ -42,7 +42,7 @@ CPP_FLAGS: tuple[str, ...] = (
 )  # fmt: skip
 
 MORE_FLAGS = tuple(shlex.split(os.environ.get("TORCHLAZY_CPP_FLAGS", "")))
-"""For generated kernels, which have a prelude; the project's own native code goes without."""
+"""For generated kernels, which have a prelude, and the native recorder; what is small goes without."""
 
 # Generated kernels throw nothing and call nothing of C++'s library; g++ links without it in 14 ms of processor time
 # instead of 56. `-z defs` refuses what could not be found when the library is loaded: that is then linked as ever.

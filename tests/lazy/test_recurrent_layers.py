@@ -10,6 +10,10 @@ import pytest
 import torch
 import torchlazy
 from torch import nn
+from torchlazy.runtime.native.recorder_library import LIBRARY
+from torchlazy.runtime.toolchains.toolchain_cpp import has_cpp
+
+from tests.fuzz.ways import followed
 
 
 @pytest.mark.parametrize("tiers", ["on", "off"])
@@ -85,3 +89,32 @@ def test_other_recurrent_layers_keep_their_composite_form(kind: Callable[..., nn
     x = torch.randn(4, 6, 3)
     for found, wanted in zip(_results(on_device, x.to("lazy")), _results(model, x), strict=True):
         torch.testing.assert_close(found.detach().cpu(), wanted.detach())
+
+
+@pytest.mark.skipif(not has_cpp(), reason="needs a C++ compiler")
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_deferred_layers_cut_nothing_in_any_grad_mode(device: str) -> None:
+    """The grad mode in which a layer was called is part of a trace, and what a difference runs keeps it."""
+    library = LIBRARY.wait()
+    torch.manual_seed(0)
+    model = nn.LSTM(3, 5, 2).to(device)
+    plain = copy.deepcopy(model).to("cpu")
+
+    def step(model: nn.Module, x: torch.Tensor, turn: int) -> list[torch.Tensor]:
+        with torch.set_grad_enabled(turn % 2 == 0):
+            found = model(x)[0].square()
+        if turn % 3 == 2:
+            found = found.sin()
+        if not found.requires_grad:
+            return [found]
+        return [found, *torch.autograd.grad(found.sum(), list(model.parameters()))]
+
+    with followed():
+        library.reset_counts()
+        for turn in range(24):
+            x = torch.randn(2, 4, 3)
+            with nullcontext() if device == "lazy" else torchlazy.lazy_mode():
+                found = step(model, x.to(device), turn)
+                torchlazy.flush()
+            torch.testing.assert_close([t.cpu() for t in found], step(plain, x, turn))
+        assert library.counts()["programs"] >= 12 and not any("rnn" in name for name in library.ran_at_once())

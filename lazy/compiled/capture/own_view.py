@@ -25,7 +25,6 @@ from torchlazy.lazy.compiled.template.views import ArgumentView
 from torchlazy.lazy.ops.handlers import MOVES
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.shapes.infer import CannotInfer, infer
-from torchlazy.lazy.torch_private.autograd_layout import have_one_version
 from torchlazy.lazy.trace.user_frames import LAZY_FOLDER
 
 if TYPE_CHECKING:
@@ -81,24 +80,22 @@ class OwnViews:
             if asks == MOVES:
                 self.take_sources(args)
 
-    def take_resized(self, op: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
-        """Where `out=` gives another size to what was the copy of an argument view until now, or a view of it: the
-        argument views whose version the operator is to raise, since torch will for the copies. Else None."""
+    def take_resized(self, op: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether `out=` gives another size to what was the copy of an argument view until now, or a view of it."""
         recorder = self._capture.recorder
         outs = {name: window for name, value in kwargs.items() if (window := self._behind(value)) is not None}
         if not outs:
-            return None
+            return False
         with recorder.apart():
             now = {name: recorder.geometry_arguments(value) for name, value in kwargs.items()}
             try:
                 _, (_, after) = infer(op, recorder.geometry_arguments(args), now, *recorder.claimed(args, kwargs))
             except CannotInfer:  # eager raises its own error here
-                return None
+                return False
         grown = [name for name in outs if after[name].shape != now[name].shape]
-        counted = [outs[name].given for name in grown if have_one_version(kwargs[name], outs[name].copy)]
         for name in grown:
             self.take(outs[name].copy, "to have another size")
-        return counted if grown else None
+        return bool(grown)
 
     def take_sources(self, args: Any) -> None:
         """Another tensor, the first, is to be on the memory of the second."""

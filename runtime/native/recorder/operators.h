@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/SmallVector.h>
 
 #include <deque>
@@ -38,6 +39,7 @@ struct Operator {
   bool fills = false;                             // it gives its first argument values that follow from the others
   bool is_constant = false;                       // a factory whose values follow from its arguments
   bool plans_sizes = false;                       // it builds something anew for each size of its first argument
+  int8_t gradients = -1;                          // see place_of_gradients
   int bumps = 0;                                  // how often its kernel raises the versions of a written list
   std::string reason;                             // why it runs at once
 };
@@ -66,6 +68,19 @@ inline bool is_number(c10::TypePtr type) {
     else return type->kind() == c10::TypeKind::SymIntType || type->kind() == c10::TypeKind::NumberType || type->kind() == c10::TypeKind::TensorType;
   }
 }
+
+// Of an operator whose kernel asks the thread whether gradients are on: the argument that says so in what is recorded.
+inline int8_t place_of_gradients(const c10::FunctionSchema& schema) {
+  return schema.name() == "aten::mkldnn_rnn_layer" ? int8_t(schema.arguments().size()) - 1 : -1;
+}
+
+// Inside, gradients are on or off as they were when an operator was recorded: programs run in any mode.
+struct AsRecorded {
+  AsRecorded(int8_t place, const torch::jit::Stack& arguments) {
+    if (place >= 0) mode.emplace(arguments[place].toBool());
+  }
+  std::optional<c10::AutoGradMode> mode;
+};
 
 inline Operator describe(const c10::OperatorHandle& handle) {
   const auto& schema = handle.schema();
@@ -96,6 +111,7 @@ inline Operator describe(const c10::OperatorHandle& handle) {
   op.fills = is_aten && (name == "fill_" || name == "zero_");
   op.is_constant = is_aten && makes_constants().count(name);
   op.moves = is_aten && name == "to" && handle.hasKernelForDispatchKey(c10::DispatchKey::AutogradCPU);
+  op.gradients = place_of_gradients(schema);
   op.plans_sizes = is_aten && name == "_scaled_dot_product_cudnn_attention";  // 64 ms for GPT-2's twelve layers
   // Its numbers are lengths: they follow from the arguments' sizes.
   const bool is_attention = is_aten && name.find("_scaled_dot_product_") == 0;
@@ -131,7 +147,6 @@ inline Operator describe(const c10::OperatorHandle& handle) {
   else if (is_view || name == "_unsafe_view") op.kind = Kind::VIEW;
   else if (op.has_host_lengths) at_once("its result's shape depends on the lengths");
   else if (has_data_shape) at_once("data-dependent shape");
-  else if (name.find("mkldnn_rnn_layer") == 0) at_once("its kernel asks the grad mode of the thread");
   else if (gives_other) at_once("does not return tensors");
   else if (name == "native_dropout") op.kind = Kind::DROPOUT;
   else if (is_random && op.dropout < 0 && name.find("_backward") == name.npos) at_once("random");

@@ -14,6 +14,7 @@
 
 #include "cuda_launch.h"
 #include "log.h"
+#include "operators.h"
 #include "pool.h"
 #include "sizes.h"
 
@@ -96,6 +97,7 @@ class NativeProgram {
   };
   struct Extern {
     c10::OperatorHandle op;
+    int8_t gradients;
     std::vector<Argument> arguments;
     std::vector<std::pair<int, Layout>> outputs;  // slot -1: not wanted
   };
@@ -249,8 +251,9 @@ inline NativeProgram::NativeProgram(const py::dict& spec) {
       }
       steps_.push_back(std::move(f));
     } else if (kind == "extern") {
-      Extern e{c10::Dispatcher::singleton().findSchemaOrThrow(py::cast<std::string>(t[1]).c_str(), py::cast<std::string>(t[2]).c_str())};
-      const auto& schema = e.op.schema();
+      const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(py::cast<std::string>(t[1]).c_str(), py::cast<std::string>(t[2]).c_str());
+      const auto& schema = op.schema();
+      Extern e{op, place_of_gradients(schema)};
       auto args = py::cast<py::list>(t[3]);
       auto kwargs = py::cast<py::dict>(t[4]);
       for (size_t i = 0; i < schema.arguments().size(); ++i) {
@@ -333,7 +336,10 @@ inline std::vector<at::Tensor> NativeProgram::run(std::vector<at::Tensor>& input
     if (const auto* s = std::get_if<Extern>(&step)) {
       stack.clear();
       for (const Argument& a : s->arguments) stack.push_back(value_of_argument(a, v, scalars, sizes));
-      s->op.callBoxed(&stack);
+      {
+        const AsRecorded mode(s->gradients, stack);
+        s->op.callBoxed(&stack);
+      }
       size_t at = 0;
       const auto keep = [&](at::Tensor t) {
         if (at >= s->outputs.size()) return;

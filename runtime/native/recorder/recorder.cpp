@@ -657,6 +657,7 @@ void Recorder::record(Operator& op, DispatchKeySet keys, Stack* stack, std::uniq
     hold.unlock();
     return run_timed(op, keys, stack);
   }
+  if (op.gradients >= 0) (*stack)[stack->size() - op.arguments + op.gradients] = at::GradMode::is_enabled();
   if (op.plans_sizes && !varies_in_planned_sizes()) {
     uint64_t sizes = 0;
     for (int64_t size : (*stack)[stack->size() - op.arguments].toTensor().sizes()) sizes = mixed(sizes, size);
@@ -1057,7 +1058,10 @@ void Recorder::run_entries(const Path& path, size_t n) {
     const auto& arguments = entry.op->handle.schema().arguments();
     stack.clear();
     for (const auto& argument : arguments) stack.push_back(read_value(p, f, argument.real_type(), tensor_of));
-    entry.op->handle.callBoxed(&stack);
+    {
+      const AsRecorded mode(entry.op->gradients, stack);
+      entry.op->handle.callBoxed(&stack);
+    }
     ++counts.entries_run;
     p = log.words.data() + entry.results;
     for (uint32_t r = 0; r < entry.op->returns; ++r) {

@@ -105,7 +105,7 @@ LINES: dict[str, str] = {
         $v = $x.detach().clone(); s = $v.untyped_storage(); $v.mul_(2); s.resize_(s.nbytes() + 8); $v.add_(k0)
         old = $x.detach().clone(); told.append(float(old.abs().sum())); old.mul_(2); S.box.t = (S.box.t, old)[S.n % 2]
         old = $x * 1; told.append(bool(old.any())); old.data.add_(k0); $v = old if S.n % 3 else $x + 1
-        $x.detach().cpu().numpy()[...] = k1 | told.append($x.detach()[:1].cpu().numpy().tolist())
+        told.append($x.detach()[:1].cpu().numpy().tolist())
         $v = $x.detach(); $v.as_strided((1, 1), (1, 1), 0).add_(1)
     """,
     "generators": """

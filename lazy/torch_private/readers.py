@@ -39,7 +39,7 @@ def watch_methods(library: Any) -> None:
     if torch.cuda.is_available():
         ordering = {f"{kind[5:-4]}.{name}": getattr(getattr(native, kind), name) for kind, name in _ORDERS}
         ordering["torch.cuda.synchronize"] = getattr(native, _SYNCHRONIZE)
-    library.watch_methods(reading, ordering)
+    library.watch_methods(reading, {"set_": base.set_}, ordering)
     _watch_printing(library)
 
 

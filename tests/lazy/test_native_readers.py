@@ -56,11 +56,11 @@ STORAGE_READS: dict[str, Callable[[torch.UntypedStorage], Any]] = {
     "item": lambda s: [s[i] for i in range(s.nbytes())],
     "slice": lambda s: s[0:8].tolist(),
     "float": lambda s: torch.TypedStorage(wrap_storage=s, dtype=torch.float32, _internal=True).tolist(),
-    "tensor": lambda s: torch.empty(0).set_(s).tolist(),
+    "tensor": lambda s: torch.empty(0, device=s.device).set_(s).tolist(),
     "fill": lambda s: s.fill_(1).tolist(),
     "setitem": lambda s: s.__setitem__(1, 7),
     "resize": lambda s: s.resize_(s.nbytes() + 24).tolist()[:24],
-    "file": lambda s: saved(torch.empty(0).set_(s)).tolist(),
+    "file": lambda s: saved(torch.empty(0, device=s.device).set_(s)).tolist(),
 }
 
 

@@ -1783,6 +1783,16 @@ bool before_read(const std::string& method, const std::vector<Readers::Memory>& 
   return !is_apart && (is_recorded || (any_marked && has_gate));
 }
 
+// An operator comes that takes a storage, and is not recorded where its tensors are ordinary ones.
+bool before_share(const std::string& method, const std::vector<Readers::Memory>& given) {
+  if (!busy && recorder->reads_pending()) {
+    auto hold = acquire();
+    for (const auto& m : given)
+      if (m.storage) recorder->compute_for(m.storage);
+  }
+  return false;
+}
+
 // A GPU's streams are told of each other, or waited for: what is deferred is launched before.
 bool before_order(const std::string& method, const std::vector<Readers::Memory>&) {
   if (!busy && (blocks || any_marked)) { auto hold = acquire(); recorder->cut(method); }
@@ -1903,9 +1913,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_told_lazy", [](const at::Tensor& t) { return is_marked(t) && !c10::impl::tls_is_dispatch_key_excluded(KEY); });  // what Python is told
   m.def("cut", [](const std::string& cause) { auto hold = acquire(); recorder->cut(cause); });
   m.def("before_read", [](const std::string& method, const at::Tensor& t) { return before_read(method, {{&t, nullptr}}); });
-  m.def("watch_methods", [](const py::dict& reading, const py::dict& ordering) {  // from here on, by what a report calls them
-    for (auto [name, found] : reading) Readers::install(py::reinterpret_borrow<py::object>(found), py::cast<std::string>(name), &before_read);
-    for (auto [name, found] : ordering) Readers::install(py::reinterpret_borrow<py::object>(found), py::cast<std::string>(name), &before_order);
+  m.def("watch_methods", [](const py::dict& reading, const py::dict& sharing, const py::dict& ordering) {  // from here on, by what a report calls them
+    const auto install = [](const py::dict& methods, Readers::Before before) {
+      for (auto [name, found] : methods) Readers::install(py::reinterpret_borrow<py::object>(found), py::cast<std::string>(name), before);
+    };
+    install(reading, &before_read), install(sharing, &before_share), install(ordering, &before_order);
   });
   m.def("set_gate", [](py::object asked) {  // called with the cause before a value is read; None: no more
     if (!gate) gate = new py::object();

@@ -30,7 +30,8 @@ _SYNCHRONIZE = "_cuda_synchronize"  # `torch.cuda.synchronize`
 
 def watch_methods(library: Any) -> None:
     """From here on the loaded C++ is asked before each of them. `print` cuts once; its own operators go unrecorded."""
-    base, native = torch.Tensor.__base__, torch._C
+    base: Any = torch.Tensor.__base__
+    native = torch._C
     reading = {name: getattr(base, name) for name in _READERS if hasattr(base, name)}
     storage = native.StorageBase
     reading |= {f"Storage.{name}": getattr(storage, name) for name in _OF_STORAGES if hasattr(storage, name)}

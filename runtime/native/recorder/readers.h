@@ -1,12 +1,12 @@
 // Methods of torch's own C++ that read a tensor's memory, or tell a GPU's streams of each other, without an operator.
 #pragma once
 
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <pybind11/pybind11.h>
 
-#include "deferred.h"
+#include "device.h"
 
 #include <array>
 #include <deque>
@@ -98,7 +98,7 @@ class Readers {
     const auto add = [&](PyObject* value) {
       if (!value) return;
       if (THPVariable_Check(value)) found.push_back({&THPVariable_Unpack(value), nullptr});
-      else if (THPStorage_Check(value)) found.push_back({nullptr, THPStorage_Unpack(value).unsafeGetStorageImpl()});
+      else if (torch::isStorage(value)) found.push_back({nullptr, torch::createStorage(value).unsafeGetStorageImpl()});  // typed ones, too
     };
     add(self);
     if (!args || !PyTuple_Check(args)) add(args);
@@ -108,6 +108,7 @@ class Readers {
   // `original` as soon as what it reads is there; `failed` with Python's error where that raises.
   template <class F, class R>
   static R call(const Slot& slot, PyObject* self, PyObject* args, const F& original, R failed) {
+    if (!pending_memories && !any_marked && !c10::impl::tls_is_dispatch_key_included(KEY)) return original();
     bool is_apart = false;
     try {
       is_apart = slot.before(slot.name, memory_of(self, args));

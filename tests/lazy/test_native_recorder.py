@@ -959,3 +959,23 @@ def test_written_memory_that_nobody_keeps_at_first(device: str) -> None:
             kept.append(found)
             assert found.tolist() == [1013 + 1024 * i for i in range(6)]
     assert counts()["programs"] >= 4 and len(kept) == 3
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_constants_before_the_place_where_traces_part(name: str, device: str) -> None:
+    """A path that goes on where another ends serves the constants of its own program alone."""
+    run = CONSTANTS[name]
+    x = torch.tensor([2.0, 1.0, -2.0, 9.0])
+    turns = [*[(8.0, 3)] * 3, *[(1.5, 0)] * 2, (1.5, 3), *[(3.5, 1)] * 3, (1.5, 1), (1.5, 3), (8.0, 0)]
+    for k, more in turns * 2:
+
+        def step(x: Tensor, k: float = k, more: int = more) -> Tensor:
+            y = run(k, x + 1)
+            for _ in range(more):
+                y = y.sin()
+            return y
+
+        with torchlazy.lazy_mode() if device == "cpu" else contextlib.nullcontext():
+            have = step(x.to(device))
+        assert_same(have.cpu(), step(x))

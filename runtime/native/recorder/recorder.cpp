@@ -310,6 +310,7 @@ class Recorder {
   bool follow(Operator& op, Stack* stack, size_t floats, const std::optional<at::Generator>& generator);
   bool matches(const Path& path, size_t at, const Operator& op, size_t floats, Bound& bound) const;
   bool has_come(const Path& path, Bound& bound) const;
+  bool has_constants_of(const Path& path);
   Path* another_path(const Operator& op, size_t floats);
   Path* path_that_ends_here();
   void take_path(Path* path, Bound&& bound);
@@ -832,11 +833,19 @@ bool Recorder::has_come(const Path& path, Bound& bound) const {
   return true;
 }
 
+// Whether the numbers that came so far are those that the path's program has as constants: hashes are without them.
+bool Recorder::has_constants_of(const Path& path) {
+  const uint32_t n = position_ ? path.log.entries[position_ - 1].floats_end : 0;
+  for (uint32_t i = 0; i < n; ++i)
+    if (path.fixed[i] && std::memcmp(&path.log.floats[i], &log_.floats[i], 8)) return false;
+  return true;
+}
+
 // A path on which the trace goes on with this operator, where the one that was followed does not have it.
 Path* Recorder::another_path(const Operator& op, size_t floats) {
   Bound bound;
   for (Path* candidate : paths_.after(hash_))
-    if (position_ < candidate->size() && candidate->hashes[position_] == hash_ && matches(*candidate, position_, op, floats, bound)) {
+    if (position_ < candidate->size() && candidate->hashes[position_] == hash_ && has_constants_of(*candidate) && matches(*candidate, position_, op, floats, bound)) {
       take_path(candidate, {});
       return candidate;
     }
@@ -852,7 +861,7 @@ Path* Recorder::another_path(const Operator& op, size_t floats) {
 
 Path* Recorder::path_that_ends_here() {
   for (Path* candidate : paths_.after(hash_))
-    if (candidate->size() == position_) {
+    if (candidate->size() == position_ && has_constants_of(*candidate)) {
       take_path(candidate, {});
       return candidate;
     }

@@ -76,7 +76,8 @@ class OwnViews:
         if asks is not None and args and not sys._getframe(2).f_code.co_filename.startswith(LAZY_FOLDER):
             if asks is _MEMORY:
                 self.lend(args[0])
-            self.take(args[0], asks)
+            else:
+                self.take(args[0], asks)
             if asks == MOVES:
                 self.take_sources(args)
 

@@ -310,7 +310,7 @@ class Recorder {
   bool follow(Operator& op, Stack* stack, size_t floats, const std::optional<at::Generator>& generator);
   bool matches(const Path& path, size_t at, const Operator& op, size_t floats, Bound& bound) const;
   bool has_come(const Path& path, Bound& bound) const;
-  bool has_constants_of(const Path& path);
+  bool has_constants_of(const Path& path) const;
   Path* another_path(const Operator& op, size_t floats);
   Path* path_that_ends_here();
   void take_path(Path* path, Bound&& bound);
@@ -819,25 +819,24 @@ bool Recorder::matches(const Path& path, size_t at, const Operator& op, size_t f
   return true;
 }
 
+// Whether the numbers that came so far are those that the path's program has as constants: hashes are without them.
+bool Recorder::has_constants_of(const Path& path) const {
+  const uint32_t n = position_ ? path.log.entries[position_ - 1].floats_end : 0;
+  for (uint32_t i = 0; i < n; ++i)
+    if (path.fixed[i] && std::memcmp(&path.log.floats[i], &log_.floats[i], 8)) return false;
+  return true;
+}
+
 // Whether what has been followed so far fits a path with sizes; its symbols become known.
 bool Recorder::has_come(const Path& path, Bound& bound) const {
+  if (!has_constants_of(path)) return false;
   std::vector<uint64_t> words;
   for (size_t e = 0; e < position_; ++e) {
     const Log& log = followed();
     const Entry& entry = log.entries[e];
     words.assign(log.words.begin() + entry.begin, log.words.begin() + entry.results);
     if (!path.sizes->fits(path.log, path.log.entries[e], words, bound)) return false;
-    for (uint32_t i = 0; i < entry.floats_end - entry.floats; ++i)
-      if (const uint32_t at = path.log.entries[e].floats + i; path.fixed[at] && std::memcmp(&path.log.floats[at], &log_.floats[at], 8)) return false;
   }
-  return true;
-}
-
-// Whether the numbers that came so far are those that the path's program has as constants: hashes are without them.
-bool Recorder::has_constants_of(const Path& path) {
-  const uint32_t n = position_ ? path.log.entries[position_ - 1].floats_end : 0;
-  for (uint32_t i = 0; i < n; ++i)
-    if (path.fixed[i] && std::memcmp(&path.log.floats[i], &log_.floats[i], 8)) return false;
   return true;
 }
 

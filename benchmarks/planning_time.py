@@ -2,13 +2,13 @@
 
     python benchmarks/planning_time.py                                   all models, 12 and 48 layers, target CPU
     python benchmarks/planning_time.py --models gpt vit --forms plain autocast --layers 12 24 48
-    python benchmarks/planning_time.py --models encoder_decoder --whole  without planning equal layers by a few of them
+    python benchmarks/planning_time.py --models encoder_decoder --whole  without lowering equal layers once
     python benchmarks/planning_time.py --target cuda:0                   as for a GPU; none is needed
 
 The step is forward, cross-entropy, backward, AdamW (foreach) and zero_grad on 4 rows of 32 tokens, width 64. It is
 recorded without running, as `planned_peak.py` does. `form`: `plain`; under bfloat16 `autocast`; with gradients
 `clipped` to a norm under autocast; with the loss `read` before `backward()`, where the two programs are planned as one
-schedule. "how" says whether equal layers were planned by a few of them or the whole was planned. Seconds are those of
+schedule. "how" says whether equal layers were lowered once (`by layers`) or the whole was planned. Seconds are those of
 this process alone, the least of `--turns`; the ratio is that of the deepest to the shallowest.
 """
 
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchlazy.lazy.api import recorder
 from torchlazy.lazy.plan.loaded import CompileOptions
-from torchlazy.lazy.plan.pipeline import plan_repeated, plan_trace
+from torchlazy.lazy.plan.pipeline import plan_by_layers, plan_trace
 from torchlazy.lazy.run.segments import watch
 from torchlazy.lazy.trace.trace import CutTrace
 
@@ -201,7 +201,7 @@ def _pairs_of_any_size() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Planned:
-    """`seconds` of processor time; `how`: "by a few layers" or "whole"; `operators` of the trace, `steps` planned."""
+    """`seconds` of processor time; `how`: "by layers" or "whole"; `operators` of the trace, `steps` planned."""
 
     seconds: float
     how: str
@@ -215,8 +215,8 @@ def plan(traces: tuple[CutTrace, ...], options: CompileOptions, *, whole: bool) 
     steps = 0
     started = time.process_time()
     for trace in traces:
-        found = None if whole else plan_repeated(trace, options)
-        ways.append("whole" if found is None else "by a few layers")
+        found = None if whole else plan_by_layers(trace, options)
+        ways.append("whole" if found is None else "by layers")
         steps += len((found or plan_trace(trace, options)).program.steps)
     seconds = time.process_time() - started
     how = ways[0] if len(set(ways)) == 1 else ", ".join(ways)

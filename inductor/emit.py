@@ -57,12 +57,11 @@ class EmitOptions:
 
 
 def emit_program(
-    plan: Schedule, graph: LoopGraph, emit_kernel: EmitKernel | EmitOnce, options: EmitOptions | None = None
+    plan: Schedule, graph: LoopGraph, emit_kernel: EmitKernel, options: EmitOptions | None = None
 ) -> Program:
-    """The program that runs the schedule; an `EmitOnce` brings what it knows already."""
+    """The program that runs the schedule."""
     options = options or EmitOptions()
-    emit_once = emit_kernel if isinstance(emit_kernel, EmitOnce) else EmitOnce(emit_kernel)
-    writer = _ProgramEmitter(plan, graph, emit_once)
+    writer = _ProgramEmitter(plan, graph, EmitOnce(emit_kernel))
     writer.emit_items(options)
     inputs = tuple((buffer.name, buffer.meta) for buffer in graph.inputs)
     steps: Sequence[Step] = writer.steps

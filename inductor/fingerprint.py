@@ -9,7 +9,7 @@ origins and reasons; `buffers` and `scalars` pair their names in one order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,7 +155,6 @@ class EmitOnce:
         self._emit_kernel = emit_kernel
         self._known: dict[Hashable, tuple[EmittedKernel, Fingerprint]] = {}
         self._prints: dict[int, tuple[Kernel, Fingerprint]] = {}
-        self._likes: dict[int, Kernel] = {}
 
     def fingerprint(self, kernel: Kernel) -> Fingerprint:
         """The fingerprint, taken once a kernel object."""
@@ -163,27 +162,12 @@ class EmitOnce:
             self._prints[id(kernel)] = (kernel, take_fingerprint(kernel))  # the kernel is kept: its id stays its own
         return self._prints[id(kernel)][1]
 
-    def adopt(self, kernel: Kernel, like: Kernel, names: Mapping[str, str]) -> None:
-        """`kernel` is `like` under other `names` of its buffers and scalars; its bodies, which keep the old ones, are
-        not run."""
-        other = self.fingerprint(like)
-        own = replace(
-            other,
-            buffers=tuple(names.get(name, name) for name in other.buffers),
-            scalars=tuple(names.get(name, name) for name in other.scalars),
-        )
-        self._prints[id(kernel)] = (kernel, own)
-        self._likes[id(kernel)] = like
-
     def __call__(
         self, kernel: Kernel, *, foreach: bool = False, row_scalars: frozenset[str] = frozenset()
     ) -> EmittedKernel:
         own = self.fingerprint(kernel)
         rows = frozenset(own.scalars.index(name) for name in row_scalars)
         key = (own.key, foreach, rows)
-        if key not in self._known and id(kernel) in self._likes:
-            scalar_names = dict(zip(own.scalars, self.fingerprint(self._likes[id(kernel)]).scalars, strict=True))
-            self(self._likes[id(kernel)], foreach=foreach, row_scalars=frozenset(scalar_names[n] for n in row_scalars))
         if key not in self._known:
             emitted = self._emit_kernel(kernel, foreach=foreach, row_scalars=row_scalars)
             self._known[key] = (emitted, own)

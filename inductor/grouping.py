@@ -90,6 +90,7 @@ def _late_order(plan: Schedule, keys: Sequence[Hashable | None], before: Sequenc
     order: list[int] = []
     waiting: dict[int, None] = {}
     partners: dict[Hashable, dict[int, None]] = {}
+    views: dict[int, list[int]] = {}
     placed: set[int] = set()
     held = 0
 
@@ -104,6 +105,9 @@ def _late_order(plan: Schedule, keys: Sequence[Hashable | None], before: Sequenc
         held -= sizes.held(number) if number in waiting else 0
         waiting.pop(number, None)
         order.append(number)
+        for view in views.pop(number, ()):  # of what stands now; waiting, it would keep its readers apart
+            if view in waiting and waiting.keys().isdisjoint(before[view]):
+                place(view)
         key = keys[number]
         for partner in [] if key is None else list(partners.pop(key, ())):
             if partner in waiting and not _reaches(partner, key, keys, before, waiting):
@@ -113,6 +117,8 @@ def _late_order(plan: Schedule, keys: Sequence[Hashable | None], before: Sequenc
 
     for number, item in enumerate(plan.items):
         is_view = isinstance(item, ViewNode)
+        for source in before[number] if is_view else ():
+            views.setdefault(source, []).append(number)
         if is_view or (keys[number] is not None and sizes.held(number) <= WAITING_KERNEL_BYTES):
             waiting[number] = None
             held += sizes.held(number)

@@ -37,34 +37,23 @@ RULES: dict[str, Rule] = {
 }
 
 
-def lower(
-    graph: fx.Graph,
-    *,
-    donations: Mapping[int, str] | None = None,
-    values: dict[fx.Node, Any] | None = None,
-    partials: dict[fx.Node, tuple[Buffer, ...]] | None = None,
-    numbers_from: int = 0,
-) -> LoopGraph:
+def lower(graph: fx.Graph, *, donations: Mapping[int, str] | None = None) -> LoopGraph:
     """The loop graph of a graph of primitives.
 
-    `donations` maps an output's position to the placeholder whose memory it shall be written into. `values` is filled
-    with what each node became, `partials` with the buffers between the parts of a reduction that is split. Buffers are
-    numbered from `numbers_from` on.
+    `donations` maps an output's position to the placeholder whose memory it shall be written into.
     """
     inputs, scalars = _collect_inputs(graph)
-    context = _make_context(graph, numbers_from)
+    context = _make_context(graph)
     plan = plan_realization(graph)
-    values = {} if values is None else values
+    values: dict[fx.Node, Any] = {}
     results: tuple[fx.Node, ...] = ()
     for node in graph.nodes:
         if node.op == "placeholder":
             if isinstance(node.meta["val"], TensorMeta):
                 values[node] = buffer_value(inputs[node.name])
         elif node.op == "call_function":
-            first, before = len(context.nodes), len(context.partials)
+            first = len(context.nodes)
             values[node] = _lower_node(context, plan, node, values)
-            if partials is not None and len(context.partials) > before:
-                partials[node] = tuple(context.partials[before:])
             if COPY_OF in node.meta:
                 context.mark_late(first)
         elif node.op == "output":
@@ -91,11 +80,11 @@ def _collect_inputs(graph: fx.Graph) -> tuple[dict[str, Buffer], tuple[tuple[str
     return buffers, tuple(scalars)
 
 
-def _make_context(graph: fx.Graph, numbers_from: int) -> Context:
+def _make_context(graph: fx.Graph) -> Context:
     order = {node.name: position for position, node in enumerate(graph.nodes)}
     names = {node.name for node in graph.nodes if node.op == "placeholder"}
     texts = {node.name: _origin(node) for node in graph.nodes if node.op == "call_function"}
-    return Context(_loop_device(graph), names, order, texts, _counter=numbers_from)
+    return Context(_loop_device(graph), names, order, texts)
 
 
 def _origin(node: fx.Node) -> str:

@@ -42,15 +42,13 @@ class ScheduleOptions:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Items in execution order, and the program's outputs and donations as planned (a copy may have renamed one).
-    `cut`: so many items come before a cut, where the schedule is one of two programs that run one after the other."""
+    """Items in execution order, and the program's outputs and donations as planned (a copy may have renamed one)."""
 
     items: tuple[Item, ...]
     decisions: tuple[FusionDecision, ...]
     removed: tuple[str, ...]  # buffers that never reach memory
     outputs: tuple[str, ...]
     donations: dict[str, str]
-    cut: int | None = None
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:

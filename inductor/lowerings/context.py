@@ -56,7 +56,6 @@ class Context:
     order: dict[str, int]  # graph node name -> position, for the origins of a node
     origin_text: dict[str, str]
     nodes: list[Node] = field(default_factory=list)
-    partials: list[Buffer] = field(default_factory=list)  # of reductions that take several loops
     _stored: dict[tuple[LoweredValue, tuple[Dim, ...]], LoweredValue] = field(default_factory=dict)
     _views: dict[tuple[Any, ...], str] = field(default_factory=dict)
     _moved: dict[tuple[str, str], Buffer] = field(default_factory=dict)

@@ -220,7 +220,6 @@ def _partial_buffer(context: Context, kept: tuple[Dim, ...], splits: int, order:
     inner = contiguous_strides(kept)
     strides = contiguous_strides(shape) if order == "column" else (1, *(stride * splits for stride in inner))
     partial = context.new_buffer(TensorMeta(shape, dtype, strides, context.device))
-    context.partials.append(partial)
     return partial
 
 
@@ -261,7 +260,6 @@ def _reduce_now(
 ) -> LoweredValue:  # fmt: skip
     """The sum (or maximum) of a recipe, split where that pays."""
     buffer = context.new_buffer(meta)
-    context.partials.append(buffer)
     splits = _splits(context, kind, load, meta.shape, reduced)
     if splits is None:
         _emit(context, (buffer,), load, reduced, kind, meta.dtype, chain)

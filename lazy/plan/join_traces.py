@@ -213,7 +213,7 @@ class SecondInputs:
 
 def match_programs(joined: Joined, first: Program, second: Program) -> SecondInputs | None:
     """How the second program is fed; None where the two do not match (planned separately, with other decisions). Where
-    both are of one schedule (plan/join_schedules.py), what crosses has the same name in both."""
+    both were linked by layers (plan/layers/link.py), what crosses has the same name in both."""
     shown = len(joined.visible)
     metas = first.output_metas[shown:]
     place_of = {name: place for place, name in reversed(list(enumerate(first.outputs)))}

@@ -66,7 +66,7 @@ def parts_of(trace: CutTrace, borders: Sequence[int]) -> tuple[TracePart, ...] |
         }
         if any(lost.get(number, part) < part for number in wanted & given):
             return None  # it reads what an earlier part has overwritten
-        if any(not _has_own_memory(trace.geometries[number]) for number in across):
+        if any(not has_own_memory(trace.geometries[number]) for number in across):
             return None
         positions = _with_dead(trace, [*again, *range(start, end)], {*again, *needed}, (wanted & given) | across)
         found.insert(0, part_at(trace, positions, outputs[part], extra))
@@ -76,7 +76,7 @@ def parts_of(trace: CutTrace, borders: Sequence[int]) -> tuple[TracePart, ...] |
 
 def part_at(trace: CutTrace, positions: Sequence[int], outputs: Sequence[int], extra: Sequence[int] = ()) -> TracePart:
     """The part of the entries at these positions; slots that none of them makes are its inputs."""
-    numbers = _Renumbering(trace)
+    numbers = Renumbering(trace)
     entries = [numbers.entry(trace.entries[position]) for position in positions]
     results = [(numbers.of(trace.outputs[i][0]), trace.outputs[i][1]) for i in outputs]
     results += [(numbers.of(slot(number)), trace.geometries[number]) for number in extra]
@@ -159,7 +159,7 @@ def _remade_views(trace: CutTrace, wanted: set[int], made_at: Mapping[int, int],
     waiting = list(wanted)
     while waiting:
         at = made_at.get(waiting.pop(), start)
-        if at < start and at not in again and _is_view(trace.entries[at].op):
+        if at < start and at not in again and is_view(trace.entries[at].op):
             again.add(at)
             shown = [found.number for found in operands(trace.entries[at])]
             wanted.update(shown)
@@ -190,18 +190,18 @@ def _geometry(trace: CutTrace, output: int) -> Any:
     return trace.geometries[trace.outputs[output][0].number]
 
 
-def _has_own_memory(geom: Any) -> bool:
+def has_own_memory(geom: Any) -> bool:
     """Whether it is no view of larger memory."""
     return not geom.offset and math.prod(geom.shape) == geom.span
 
 
 @cache
-def _is_view(op: torch._ops.OpOverload) -> bool:
+def is_view(op: torch._ops.OpOverload) -> bool:
     returns = op._schema.returns
     return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
-class _Renumbering:
+class Renumbering:
     """Numbers slots and scalars of a trace anew for a part of it, in the order of their first mention."""
 
     def __init__(self, trace: CutTrace) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +15,9 @@ from torchlazy.lazy.api import recorder
 from torchlazy.lazy.plan import pipeline
 from torchlazy.lazy.plan.loaded import CompileOptions
 from torchlazy.lazy.trace.trace import CutTrace
+from torchlazy.prims.meta import TensorMeta
+from torchlazy.runtime.program.memory_plan import plan_report
+from torchlazy.runtime.program.program import ExternCall, ForeachLaunch, Launch
 
 OPTIONS = {language: CompileOptions(language, "fused") for language in ("cpp", "triton")}
 TARGETS = {"cpu": "cpp", "cuda:0": "triton"}
@@ -61,14 +66,31 @@ def longest_of(run: Callable[[], Any], found: list[CutTrace], times: int = 2) ->
     return max(found, key=lambda trace: len(trace.entries))
 
 
-def assert_same(trace: CutTrace, language: str, **more: Any) -> None:
-    """The program by way of fewer layers is that of all, to the last name; `more`: options."""
+def assert_as_good(trace: CutTrace, language: str, **more: Any) -> None:
+    """Planned by layers, the program takes and gives what that of the whole does, by as many launches and library
+    calls, in as much memory, and keeps as much for the backward, or nearly so; `more`: options."""
     options = replace(OPTIONS[language], **more)
-    repeated = pipeline.plan_repeated(trace, options)
-    whole = pipeline.plan_trace(trace, options)
-    assert repeated is not None
-    assert "program" in repeated.timings and "repeat" in repeated.timings
-    for field in fields(whole.program):
-        assert repr(getattr(repeated.program, field.name)) == repr(getattr(whole.program, field.name)), field.name
-    assert repeated.program == whole.program
-    assert repeated.fallbacks == whole.fallbacks
+    planned, whole = pipeline.plan_by_layers(trace, options), pipeline.plan_trace(trace, options)
+    assert planned is not None
+    ours, all_at_once = planned.program, whole.program
+    is_second = trace.half is not None and trace.half.is_second
+    results = len(trace.outputs) if trace.half is None else trace.half.outputs
+    if not is_second:
+        assert ours.inputs == all_at_once.inputs and ours.scalars == all_at_once.scalars
+        assert ours.output_metas[:results] == all_at_once.output_metas[:results]
+        assert sorted(ours.donations) == sorted(all_at_once.donations)
+    else:
+        assert ours.output_metas == all_at_once.output_metas
+    counts = [Counter(type(step) for step in program.steps) for program in (ours, all_at_once)]
+    assert counts[0][ExternCall] <= counts[1][ExternCall] + 1
+    launches = [found[Launch] + found[ForeachLaunch] for found in counts]
+    assert launches[0] <= launches[1] + 3, launches
+    held = [sum(map(_bytes, program.output_metas)) for program in (ours, all_at_once)]
+    assert held[0] <= 1.04 * held[1], held
+    peaks = [plan_report(program.steps).peak_bytes for program in (ours, all_at_once)]
+    assert peaks[0] <= 1.03 * peaks[1], peaks
+    assert sorted(set(map(str, planned.fallbacks))) == sorted(set(map(str, whole.fallbacks)))
+
+
+def _bytes(meta: TensorMeta) -> int:
+    return math.prod(meta.shape) * meta.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Equal layers of a trace: detected, planned once, stamped as often as they repeat, and checked.
+"""Equal layers of a trace: found, planned once, and their loops linked to those of the whole.
 
-A part of `plan`: a pass from a trace to a program, or None where nothing repeats.
+A part of `plan`: a pass from a trace to units, and one from their loops to the whole's.
 """

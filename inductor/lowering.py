@@ -25,6 +25,8 @@ from torchlazy.inductor.lowerings.value import LoweredValue, buffer_value
 from torchlazy.prims.meta import ScalarMeta, TensorMeta
 from torchlazy.prims.ops import Prim
 
+LINE = "  # "
+"""Between the name and the user's line of a node's origin."""
 COPY_OF = "copy_of"
 """The key of `node.meta` of a value that is computed again, so that it is not held meanwhile."""
 
@@ -90,7 +92,7 @@ def _make_context(graph: fx.Graph) -> Context:
 def _origin(node: fx.Node) -> str:
     frame = node.meta.get("frame")
     name = getattr(node.target, "__name__", str(node.target))
-    return f"{name}  # {frame}" if frame else name
+    return f"{name}{LINE}{frame}" if frame else name
 
 
 def _loop_device(graph: fx.Graph) -> str:

@@ -20,6 +20,7 @@ import torch
 from torchlazy.inductor import interpret, lowering
 from torchlazy.inductor.codegen import backends
 from torchlazy.inductor.ir import ExternNode, Kernel, LoopNode
+from torchlazy.inductor.lowering import LINE
 from torchlazy.lazy.inspect.compare import Mismatch, compare, defined_outputs, is_rounding
 from torchlazy.lazy.plan.loaded import Compiled, CompileOptions, load_program
 from torchlazy.lazy.plan.pipeline import Forms, compile_trace
@@ -275,7 +276,7 @@ def _narrow(forms: Forms, cut: Cut, number: int, mismatch: Mismatch) -> Culprit:
 def _frames_of(node: LoopNode) -> Iterator[str]:
     """The user's lines in a node's origins ("exp  # model.py:41")."""
     for origin in node.origins:
-        _, found, frame = origin.partition("  # ")
+        _, found, frame = origin.partition(LINE)
         if found:
             yield frame
 

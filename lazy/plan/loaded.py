@@ -70,7 +70,7 @@ class Compiled:
 
     @cached_property
     def forms(self) -> Forms:
-        return _pipeline.plan_trace(self.trace, self.options).forms
+        return _pipeline.forms_of(self.trace, self.options)
 
     @property
     def aten(self) -> fx.Graph:

@@ -85,10 +85,12 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class PlannedAhead:
-    """A program without the forms that its trace had on the way."""
+class PlannedByLayers:
+    """A program whose kernels are not compiled yet, and the last of the forms that its trace had on the way."""
 
     program: Program
+    loops: LoopGraph
+    schedule: scheduler.Schedule
     fallbacks: tuple[Fallback, ...]
     timings: dict[str, float]
 
@@ -117,7 +119,7 @@ def plan_trace(trace: CutTrace, options: CompileOptions) -> Planned:
 
 
 @paused_collector()
-def plan_by_layers(trace: CutTrace, options: CompileOptions) -> PlannedAhead | None:
+def plan_by_layers(trace: CutTrace, options: CompileOptions) -> PlannedByLayers | None:
     """The same for a trace of many equal layers: those that are equal are lowered once, and their loops linked. None
     where there are none."""
     timings: dict[str, float] = {}
@@ -127,9 +129,16 @@ def plan_by_layers(trace: CutTrace, options: CompileOptions) -> PlannedAhead | N
     lowered = lower() if trace.half is None else for_both("by layers", trace, trace.half, options, lower)
     if lowered is None:
         return None
-    loops, fallbacks = lowered
-    _, program = _emit(loops[_side(trace)], options, timings)
-    return PlannedAhead(program, fallbacks, timings)
+    linked, fallbacks = lowered
+    loops = linked[_side(trace)]
+    schedule, program = _emit(loops, options, timings)
+    return PlannedByLayers(program, loops, schedule, fallbacks, timings)
+
+
+def forms_of(trace: CutTrace, options: CompileOptions) -> Forms:
+    """What a trace was on its way to the program that it has: by layers the graphs are those of the whole."""
+    planned, whole = _plan_by_layers_or_not(trace, options), plan_trace(trace, options).forms
+    return whole if isinstance(planned, Planned) else replace(whole, loops=planned.loops, schedule=planned.schedule)
 
 
 def _side(trace: CutTrace) -> int:
@@ -178,13 +187,13 @@ def _lower_by_layers(
         log.debug("planned as a whole: %s", found)
         return None
     known: dict[Hashable, tuple[Unit, _Lowered]] = {}
-    lowered: list[tuple[LoopGraph, ...]] = []
+    lowered: list[tuple[Unit, tuple[LoopGraph, ...]]] = []
     fallbacks: list[Fallback] = []
     for unit in found.units:
         if unit.key() not in known:
             known[unit.key()] = unit, _lower(unit.trace, options, timings, unit.backward, compute_device(trace))
         like, of = known[unit.key()]
-        lowered.append(of.loops)
+        lowered.append((like, of.loops))
         fallbacks += fallbacks_at(unit, like, of.fallbacks)
     try:
         given = interface(trace, in_memory=options.in_memory)
@@ -203,7 +212,7 @@ def _emit(loops: LoopGraph, options: CompileOptions, timings: dict[str, float]) 
     return schedule, timed(timings, "program", emit.emit_program, schedule, loops, write, emitting)
 
 
-def _plan_by_layers_or_not(trace: CutTrace, options: CompileOptions) -> PlannedAhead | Planned:
+def _plan_by_layers_or_not(trace: CutTrace, options: CompileOptions) -> PlannedByLayers | Planned:
     """`plan_by_layers`; where there are none, or that fails with an error, the whole trace at once."""
     try:
         planned = plan_by_layers(trace, options)
@@ -236,9 +245,10 @@ __all__ = [
     "Compiled",
     "Forms",
     "Planned",
-    "PlannedAhead",
+    "PlannedByLayers",
     "compile_ahead",
     "compile_trace",
+    "forms_of",
     "load_stored",
     "plan_by_layers",
     "plan_trace",

@@ -436,7 +436,7 @@ def planned_by_layers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]
     found: list[tuple[bool, bool]] = []
     plan = pipeline.plan_by_layers
 
-    def watched(trace: CutTrace, options: CompileOptions) -> pipeline.PlannedAhead | None:
+    def watched(trace: CutTrace, options: CompileOptions) -> pipeline.PlannedByLayers | None:
         planned = plan(trace, options)
         found.append((trace.half is not None, planned is not None))
         return planned

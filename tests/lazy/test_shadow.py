@@ -14,6 +14,7 @@ from torchlazy.inductor import lowering
 from torchlazy.lazy.api import driver, recorder
 from torchlazy.lazy.inspect.compare import compare
 from torchlazy.lazy.inspect.shadow import ShadowWarning
+from torchlazy.lazy.plan import pipeline
 from torchlazy.prims.builder import RULES
 
 from tests.lazy.compare import data
@@ -105,6 +106,26 @@ def test_a_wrong_emitter_is_found_and_its_script_shows_it(tmp_path, wrong_exp):
     fixed = run_script(str(found.script))
     assert fixed.returncode == 0, fixed.stderr + fixed.stdout
     assert "0 outputs differ" in fixed.stdout
+
+
+def test_a_wrong_kernel_of_equal_layers_is_found_at_its_line(tmp_path, wrong_exp, monkeypatch):
+    by_layers = []
+    plan = pipeline.plan_by_layers
+    monkeypatch.setattr(pipeline, "plan_by_layers", lambda *of: (by_layers.append(plan(*of)), by_layers[-1])[1])
+    x, w = data("lazy", 6, 6), data("lazy", 6, 6)
+    with pytest.warns(ShadowWarning), torchlazy.shadow(tmp_path) as window:
+        line = here() + 1
+        x = ((x @ w).sin() * 2).exp().tanh() - 1
+        x = ((x @ w).sin() * 2).exp().tanh() - 1
+        x = ((x @ w).sin() * 2).exp().tanh() - 1
+        x = ((x @ w).sin() * 2).exp().tanh() - 1
+        torchlazy.flush()
+    assert by_layers[0] is not None
+    (found,) = window.differences
+    assert (found.stage, found.operator) == ("code generation", "aten.exp.default")
+    assert found.frame.endswith(f"test_shadow.py:{line}")
+    shown = {origin.rpartition(":")[2] for node in by_layers[0].loops.nodes for origin in node.origins}
+    assert shown == {str(line + number) for number in range(4)}  # of equal layers each has its own line
 
 
 def test_a_cut_is_judged_once_and_every_run_of_it_is_compared(tmp_path, wrong_exp):

@@ -15,6 +15,7 @@ import sympy
 import torch
 from torchlazy.autograd.halves import HELD, RESULT
 from torchlazy.inductor.ir import Body, Buffer, BufferRef, LoopGraph, LoopNode, Node, ViewNode
+from torchlazy.inductor.lowering import LINE
 from torchlazy.lazy.plan.join_traces import BUFFER, INPUT, SCALAR
 from torchlazy.lazy.plan.layers.units import Split, Unit
 from torchlazy.lazy.trace.split import SLOT
@@ -40,19 +41,19 @@ def interface(trace: CutTrace, *, in_memory: bool) -> LoopGraph:
 
 
 def link(
-    trace: CutTrace, found: Split, planned: Sequence[Sequence[LoopGraph]], given: LoopGraph
+    trace: CutTrace, found: Split, planned: Sequence[tuple[Unit, Sequence[LoopGraph]]], given: LoopGraph
 ) -> tuple[LoopGraph, ...]:
-    """The loops of the trace, or of both its halves. `planned`: those of each unit, of one range or of two; `given`:
-    the trace's `interface`."""
+    """The loops of the trace, or of both its halves. `planned`: for each unit an equal one and its loops, of one
+    range or of two; `given`: the trace's `interface`."""
     linker = _Linker(given)
     ranges = sorted((at, number, late) for number, unit in enumerate(found.units) for late, at in enumerate(unit.at))
     cut = len(ranges) if found.cut is None else sum(at < found.cut for at, _, _ in ranges)
     for _, number, late in ranges[:cut]:
-        linker.add(number, found.units[number], planned[number], late)
+        linker.add(number, found.units[number], *planned[number], late)
     early = len(linker.nodes)
     linker.read.clear()
     for _, number, late in ranges[cut:]:
-        linker.add(number, found.units[number], planned[number], late)
+        linker.add(number, found.units[number], *planned[number], late)
     outputs = tuple(name for _, name in sorted(linker.outputs.items()))
     if trace.half is None:
         return (replace(given, nodes=tuple(linker.nodes), outputs=outputs, donations=linker.donations),)
@@ -80,7 +81,7 @@ class _Linker:
         self._buffers = {buffer.name: buffer for buffer in given.inputs}
         self._next = 0
 
-    def add(self, number: int, unit: Unit, graphs: Sequence[LoopGraph], late: int) -> None:
+    def add(self, number: int, unit: Unit, like: Unit, graphs: Sequence[LoopGraph], late: int) -> None:
         """The loops of one range of a unit."""
         graph, half = graphs[late], unit.trace.half
         names = {f"{SCALAR}{place}": f"{SCALAR}{scalar}" for place, scalar in enumerate(unit.scalars)}
@@ -104,8 +105,9 @@ class _Linker:
                 at = start + int(buffer.name.removeprefix(BUFFER))
                 names[buffer.name] = f"{BUFFER}{at}"
                 self._next = max(self._next, at + 1)
+        lines = {old: new for old, new in zip(like.trace.frames, unit.trace.frames, strict=True) if old != new}
         for node in graph.nodes:
-            renamed = rename(node, names)
+            renamed = rename(node, names, lines)
             self.nodes.append(renamed)
             self._buffers.update((buffer.name, buffer) for buffer in outputs_of(renamed))
         self.donations |= {names[name]: names[target] for name, target in graph.donations.items()}
@@ -156,14 +158,22 @@ def outputs_of(node: Node) -> tuple[Buffer, ...]:
     return node.outputs if isinstance(node, LoopNode) else tuple(b for b in node.outputs if b is not None)
 
 
-def rename(node: Node, names: Mapping[str, str]) -> Node:
-    """The node under other names of what it reads and makes."""
+def rename(node: Node, names: Mapping[str, str], lines: Mapping[str, str]) -> Node:
+    """The node under other names of what it reads and makes, and of other lines of the user's program."""
+    origins = tuple(_elsewhere(origin, lines) for origin in node.origins) if lines else node.origins
     if isinstance(node, LoopNode):
-        return replace(node, outputs=tuple(_renamed(b, names) for b in node.outputs), body=_body(node.body, names))
+        outputs = tuple(_renamed(buffer, names) for buffer in node.outputs)
+        return replace(node, outputs=outputs, body=_body(node.body, names), origins=origins)
     if isinstance(node, ViewNode):
-        return ViewNode(_renamed(node.output, names), names[node.source], node.origins)
-    outputs = tuple(None if b is None else _renamed(b, names) for b in node.outputs)
-    return replace(node, args=_replaced(node.args, names), kwargs=_replaced(node.kwargs, names), outputs=outputs)
+        return ViewNode(_renamed(node.output, names), names[node.source], origins)
+    made = tuple(None if buffer is None else _renamed(buffer, names) for buffer in node.outputs)
+    args, kwargs = _replaced(node.args, names), _replaced(node.kwargs, names)
+    return replace(node, args=args, kwargs=kwargs, outputs=made, origins=origins)
+
+
+def _elsewhere(origin: str, lines: Mapping[str, str]) -> str:
+    name, _, line = origin.partition(LINE)
+    return f"{name}{LINE}{lines[line]}" if line in lines else origin
 
 
 def _renamed(buffer: Buffer, names: Mapping[str, str]) -> Buffer:

@@ -8,8 +8,8 @@ Invariant: facts depend on the node alone and are computed once; fusion and sche
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeAlias
 
@@ -73,12 +73,15 @@ class _Placed:
     forms: tuple[Form, ...]
 
 
-Known: TypeAlias = "dict[Any, _Placed]"
-"""What indices over loops came to, for one graph: index expressions name tracked sizes, and names serve one graph."""
+Known: TypeAlias = "dict[Any, Any]"
+"""What indices over loops came to, for one graph: index expressions name tracked sizes, and names serve one graph. And
+the facts of nodes that others are like."""
 
 
 def collect_facts(node: LoopNode, known: Known | None = None) -> NodeFacts:
     """Run the node's body once and place what it touches on the node's atoms; equal layers find theirs `known`."""
+    if node.like is not None and known is not None:
+        return _facts_like(*node.like, known)
     index, reduce_index = node_index(node)
     collector = _Collector()
     node.body(collector, index, reduce_index)
@@ -108,6 +111,18 @@ def collect_facts(node: LoopNode, known: Known | None = None) -> NodeFacts:
         device=node.outputs[0].device,
         is_reduction=node.reduction is not None,
         keeps_order=node.reduction in _ORDERED_REDUCTIONS,
+    )
+
+
+def _facts_like(other: LoopNode, names: Mapping[str, str], known: Known) -> NodeFacts:
+    facts: NodeFacts | None = known.get(id(other))
+    if facts is None:
+        facts = known[id(other)] = collect_facts(other, known)
+    return replace(
+        facts,
+        loads=tuple((names[name], form) for name, form in facts.loads),
+        stores=tuple((names[name], form) for name, form in facts.stores),
+        scalars=tuple(names[name] for name in facts.scalars),
     )
 
 

@@ -10,6 +10,7 @@ buffer's memory (`Buffer.offset` is already added in what bodies and `store_inde
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -63,6 +64,8 @@ class LoopNode:
     accumulate_dtype: torch.dtype | None = None
     origins: tuple[str, ...] = ()  # "prims.add  # model.py:41", for comments in generated source
     is_late: bool = False  # computes a value again: not before its place in the graph, or it would be held instead
+    like: tuple[LoopNode, Mapping[str, str]] | None = field(default=None, compare=False, repr=False)
+    """The node that this is under other names, and these by its own: what is known of that is not found out again."""
 
 
 @dataclass(frozen=True)

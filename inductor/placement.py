@@ -193,7 +193,7 @@ def rewrite_node(placed: PlacedNode, plan: AxisPlan) -> tuple[LoopNode, Index, I
     own_index, own_reduce_index = node_index(node)
     body = PlacedBody(node, own_index, own_reduce_index, digits, plan.space.sizes, tuple(chosen), plan.step)
     return (
-        replace(node, outputs=outputs, ranges=ranges, reduce_ranges=reduce_ranges, body=body),
+        replace(node, outputs=outputs, ranges=ranges, reduce_ranges=reduce_ranges, body=body, like=None),
         index,
         reduce_index,
     )

@@ -163,7 +163,7 @@ def rename(node: Node, names: Mapping[str, str], lines: Mapping[str, str]) -> No
     origins = tuple(_elsewhere(origin, lines) for origin in node.origins) if lines else node.origins
     if isinstance(node, LoopNode):
         outputs = tuple(_renamed(buffer, names) for buffer in node.outputs)
-        return replace(node, outputs=outputs, body=_body(node.body, names), origins=origins)
+        return replace(node, outputs=outputs, body=_body(node.body, names), origins=origins, like=(node, names))
     if isinstance(node, ViewNode):
         return ViewNode(_renamed(node.output, names), names[node.source], origins)
     made = tuple(None if buffer is None else _renamed(buffer, names) for buffer in node.outputs)

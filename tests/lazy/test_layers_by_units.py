@@ -314,6 +314,27 @@ def test_unusual_chains(
         assert_as_good(trace, "cpp")
 
 
+def test_results_that_other_layers_read_are_not_copied() -> None:
+    """On a GPU a copy would read the seeds of attention, which lie on the host whatever their geometry says."""
+    layers = nn.ModuleList(norm_and_linear() for _ in range(8))
+
+    def run(given: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        results = []
+        for layer in layers:
+            x = x + layer(x)
+            results.append(x)
+        return results
+
+    with recorded() as found, torch.no_grad():
+        model, x = on_lazy(lambda: (layers, torch.zeros(ROWS, 16, WIDTH)))
+        trace = longest_of(lambda: run(model, x), found)
+    assert len(trace.outputs) == 8
+    assert_as_good(trace, "triton")
+    programs = pipeline.plan_by_layers(trace, OPTIONS["triton"]), pipeline.plan_trace(trace, OPTIONS["triton"])
+    launches = [sum(hasattr(step, "kernel") for step in planned.program.steps) for planned in programs if planned]
+    assert launches[0] <= launches[1]
+
+
 def test_one_layer_many_times_is_not_many_layers() -> None:
     layer = norm_and_linear()
     trace = trace_of(nn.Sequential(*([layer] * LAYERS)), sgd)

@@ -45,7 +45,7 @@ def link(
 ) -> tuple[LoopGraph, ...]:
     """The loops of the trace, or of both its halves. `planned`: for each unit an equal one and its loops, of one
     range or of two; `given`: the trace's `interface`."""
-    linker = _Linker(given)
+    linker = _Linker(trace, given)
     ranges = sorted((at, number, late) for number, unit in enumerate(found.units) for late, at in enumerate(unit.at))
     cut = len(ranges) if found.cut is None else sum(at < found.cut for at, _, _ in ranges)
     for _, number, late in ranges[:cut]:
@@ -71,7 +71,8 @@ def fallbacks_at(unit: Unit, like: Unit, found: Sequence[Fallback]) -> Iterator[
 class _Linker:
     """`read`: the names that the loops so far read, those of their own units apart."""
 
-    def __init__(self, given: LoopGraph) -> None:
+    def __init__(self, trace: CutTrace, given: LoopGraph) -> None:
+        self._trace = trace
         self.nodes: list[Node] = []
         self.outputs: dict[int, str] = {}
         self.donations: dict[str, str] = {}
@@ -119,6 +120,7 @@ class _Linker:
                 self._values[place] = names[name]
             else:
                 self.outputs[place] = names[name]
+                self._values.setdefault(self._trace.outputs[place][0].number, names[name])
 
     def _check(self, name: str, read: Buffer) -> None:
         made = self._buffers[name]

@@ -192,7 +192,9 @@ class _Facts:
                     if i in into:
                         donations.append((len(outputs), numbers.of(trace.inputs[into[i]][0])))
                     outputs.append((OUTPUT, i))
-            outputs += [(SLOT, number) for number in crossing if self._side(number, ranges) == late]
+            given_out = {trace.outputs[i][0].number for kind, i in outputs if kind == OUTPUT and self._is_whole(i)}
+            waiting = (number for number in crossing if number not in given_out)  # else a copy would be made for it
+            outputs += [(SLOT, number) for number in waiting if self._side(number, ranges) == late]
             if len(lists) == 2 and not late:
                 half = Half(False, len(entries), len(numbers.given), len(numbers.scalars), len(outputs))
         given = [numbers.of(slot(number)) for number in numbers.given]
@@ -212,6 +214,10 @@ class _Facts:
         before = sum(at < self.backward for group in lists for at in group)
         backward = before if self.backward < len(self.live) else None
         return Unit(part, sources, tuple(numbers.scalars), tuple(outputs), tuple(one.start for one in ranges), backward)
+
+    def _is_whole(self, output: int) -> bool:
+        number, geom = self.trace.outputs[output]
+        return geom is self.trace.geometries[number.number]
 
     def _side(self, number: int, ranges: Sequence[range]) -> int:
         return int(self.made_at.get(number, -1) >= ranges[0].stop) if len(ranges) == 2 else 0

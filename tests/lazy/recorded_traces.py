@@ -88,7 +88,7 @@ def assert_as_good(trace: CutTrace, language: str, **more: Any) -> None:
     held = [sum(map(_bytes, program.output_metas)) for program in (ours, all_at_once)]
     assert held[0] <= 1.04 * held[1], held
     peaks = [plan_report(program.steps).peak_bytes for program in (ours, all_at_once)]
-    assert peaks[0] <= 1.03 * peaks[1], peaks
+    assert peaks[0] <= 1.05 * peaks[1], peaks
     assert sorted(set(map(str, planned.fallbacks))) == sorted(set(map(str, whole.fallbacks)))
 
 

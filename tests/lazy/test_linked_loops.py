@@ -101,6 +101,8 @@ def test_linked_loops_compute_the_whole(seed: int) -> None:
         trace = joined_step(lambda: RandomChain(chance), (3, 4, WIDTH), "cpu", optimize).first
     else:
         trace = trace_of(RandomChain(chance), optimize, 3, amp, clips)
+    if trace.device != "cpu":
+        pytest.skip("recorded for a GPU, whose library calls the interpreter cannot make on the CPU")
     lowered = pipeline._lower_by_layers(trace, OPTIONS["cpp"], {})
     if lowered is None:
         pytest.skip("nothing repeats")

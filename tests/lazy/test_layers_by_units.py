@@ -512,7 +512,7 @@ def test_rows_of_an_update_by_what_made_them(fused: bool) -> None:
     positions = sorted(trace.needed)
     maker = {made.number: at for at, p in enumerate(positions) for made in slots_in(trace.entries[p].outputs)}
     of_layer = {number: at // 3 for number, at in maker.items()}
-    short, borders = by_groups(trace, positions, of_layer, 3)
+    short, borders, _ = by_groups(trace, positions, of_layer, 3)
     assert len(borders) >= 4
     seen = {number.number for number, _ in short.inputs}
     for entry in short.entries:  # each slot is made once, before it is read
@@ -533,7 +533,7 @@ def test_a_row_that_reads_another_ends_a_stretch() -> None:
         torchlazy.flush()
     trace = found[-1]
     positions = sorted(trace.needed)
-    short, borders = by_groups(trace, positions, {n.number: at for at, (n, _) in enumerate(trace.inputs)}, 3)
+    short, borders, _ = by_groups(trace, positions, {n.number: at for at, (n, _) in enumerate(trace.inputs)}, 3)
     assert len(kept) == 4 and borders
     seen = {number.number for number, _ in short.inputs}
     for entry in short.entries:

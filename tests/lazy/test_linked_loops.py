@@ -14,11 +14,12 @@ from torchlazy.inductor import interpret
 from torchlazy.inductor.ir import LoopGraph
 from torchlazy.lazy.plan import pipeline
 from torchlazy.lazy.plan.join_traces import SCALAR
-from torchlazy.lazy.trace.trace import CutTrace
+from torchlazy.lazy.plan.layers.units import Split, split
+from torchlazy.lazy.trace.trace import CutTrace, slots_in
 
 from tests.lazy.joined_traces import joined_step
 from tests.lazy.recorded_traces import OPTIONS
-from tests.lazy.test_layers_by_units import adamw, sgd, trace_of
+from tests.lazy.test_layers_by_units import Block, adamw, sgd, trace_of
 
 pytestmark = pytest.mark.usefixtures("device_in_python")
 
@@ -89,6 +90,20 @@ def computed(trace: CutTrace, loops: Sequence[LoopGraph], given: dict[str, torch
     return found
 
 
+def assert_equal(trace: CutTrace, tolerance: float = 1e-4) -> None:
+    lowered = pipeline._lower_by_layers(trace, OPTIONS["cpp"], {})
+    if lowered is None:
+        pytest.skip("nothing repeats")
+    metas = [geometry.meta for _, geometry in trace.inputs]
+    data = [torch.rand(m.shape) if m.dtype.is_floating_point else torch.zeros(m.shape) for m in metas]
+    empty = [torch.empty_strided(m.shape, m.strides, dtype=m.dtype) for m in metas]
+    given = {f"in{n}": laid.copy_(values) for n, (laid, values) in enumerate(zip(empty, data, strict=True))}
+    ours, whole = (computed(trace, x, given) for x in (lowered[0], pipeline._lower(trace, OPTIONS["cpp"], {}).loops))
+    assert len(ours) == len(whole) == len(trace.outputs)
+    for one, other in zip(ours, whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_linked_loops_compute_the_whole(seed: int) -> None:
     chance = random.Random(seed)
@@ -103,14 +118,39 @@ def test_linked_loops_compute_the_whole(seed: int) -> None:
         trace = trace_of(RandomChain(chance), optimize, 3, amp, clips)
     if trace.device != "cpu":
         pytest.skip("recorded for a GPU, whose library calls the interpreter cannot make on the CPU")
-    lowered = pipeline._lower_by_layers(trace, OPTIONS["cpp"], {})
-    if lowered is None:
-        pytest.skip("nothing repeats")
-    metas = [geometry.meta for _, geometry in trace.inputs]
-    data = [torch.rand(m.shape) if m.dtype.is_floating_point else torch.zeros(m.shape) for m in metas]
-    empty = [torch.empty_strided(m.shape, m.strides, dtype=m.dtype) for m in metas]
-    given = {f"in{n}": laid.copy_(values) for n, (laid, values) in enumerate(zip(empty, data, strict=True))}
-    ours, whole = (computed(trace, x, given) for x in (lowered[0], pipeline._lower(trace, OPTIONS["cpp"], {}).loops))
-    assert len(ours) == len(whole) == len(trace.outputs)
-    for one, other in zip(ours, whole, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-2 if amp else 1e-4, atol=2e-2 if amp else 1e-4, equal_nan=True)
+    assert_equal(trace, 2e-2 if amp else 1e-4)
+
+
+class WithDeadOperators(nn.Module):
+    """Layers that compute what nothing reads, after an operator over a list of all their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        blocks: list[Any] = list(self.layers)
+        weights = [layer.up.weight for layer in blocks]
+        for _ in range(4):
+            weights = list(torch._foreach_mul(weights, 0.9))
+        for layer, weight in zip(blocks, weights, strict=True):
+            x.sin().cos()
+            x = layer(x) * weight.mean()
+        return x
+
+
+def test_the_cut_stays_where_it_is() -> None:
+    joined = joined_step(WithDeadOperators, (3, 4, WIDTH), "cpu", adamw)
+    trace = joined.first
+    assert trace.half is not None
+    found = split(trace)
+    assert isinstance(found, Split)
+    late = {number.number for entry in trace.entries[trace.half.entries :] for number in slots_in(entry.outputs)}
+    given = {number.number for number, _ in trace.inputs[trace.half.inputs :]}
+    for unit in found.units:
+        slots = [source for kind, source in unit.sources if kind == "slot"]
+        sides = [at < (found.cut or 0) for at in unit.at]
+        if sides == [True]:  # a unit of the first half alone reads nothing of the second
+            assert late.isdisjoint(slots) and given.isdisjoint(slots)
+        assert sides in ([True], [False], [True, False])
+    assert_equal(trace)

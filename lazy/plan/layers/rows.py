@@ -34,17 +34,19 @@ def rows_of(entry: Entry) -> int | None:
 
 def by_groups(
     trace: CutTrace, positions: Sequence[int], maker: Mapping[int, int], least: int
-) -> tuple[CutTrace, list[int]]:
-    """The trace of these entries alone, operators over lists split by their rows' groups; and the positions where
-    groups begin or end. `maker`: by slot the number of the range that makes it; stretches of fewer than `least` groups
-    stay whole."""
+) -> tuple[CutTrace, list[int], dict[int, int]]:
+    """The trace of these entries alone, operators over lists split by their rows' groups; the positions where groups
+    begin or end; and by number among `positions` where an entry stands now, if it was not split. `maker`: by slot the
+    number of the range that makes it; stretches of fewer than `least` groups stay whole."""
+    cut = None if trace.half is None else trace.half.entries
     group_of = dict(maker)
     entries: list[Entry] = []
     frames: list[str] = []
     borders: list[int] = []
-    at = 0
+    moved: dict[int, int] = {}
+    at = early = 0
     while at < len(positions):
-        stretch = _stretch(trace, positions, at)
+        stretch = _stretch(trace, positions, at, cut)
         groups = _groups(stretch, group_of) if stretch else {}
         for rows, group in ((rows, group) for group, rows in groups.items()):
             for entry in stretch:
@@ -53,30 +55,36 @@ def by_groups(
         own = positions[at : at + count]
         told = [trace.frames[position] if trace.frames else "" for position in own]
         if len(groups) < least or (len(stretch) < _LEAST_OPERATORS and not any(map(_is_fused, stretch))):
+            moved |= {at + number: len(entries) + number for number in range(count)}
             entries += [trace.entries[position] for position in own]
             frames += told
         else:
+            moved[at] = len(entries)
             borders.append(len(entries))
             for rows in groups.values():
                 entries += [_of_rows(entry, rows) for entry in stretch]
                 frames += told
                 borders.append(len(entries))
         at += count
-    return replace(trace, entries=tuple(entries), frames=tuple(frames) if trace.frames else (), writes=()), borders
+        early = len(entries) if cut is not None and own[-1] < cut else early
+    half = None if trace.half is None else replace(trace.half, entries=early)
+    lines = tuple(frames) if trace.frames else ()
+    return replace(trace, entries=tuple(entries), frames=lines, writes=(), half=half), borders, moved
 
 
 def _is_fused(entry: Entry) -> bool:
     return entry.op.name().startswith("aten::_fused_")
 
 
-def _stretch(trace: CutTrace, positions: Sequence[int], at: int) -> list[Entry]:
-    """Operators over as many rows from a position on, of which each row reads no other row's results."""
+def _stretch(trace: CutTrace, positions: Sequence[int], at: int, cut: int | None) -> list[Entry]:
+    """Operators over as many rows from a position on, of which each row reads no other row's results; none across the
+    cut of a joined trace."""
     found: list[Entry] = []
     row_of: dict[int, int] = {}
     count = rows_of(trace.entries[positions[at]])
     for position in positions[at:]:
         entry = trace.entries[position]
-        if count is None or rows_of(entry) != count:
+        if count is None or rows_of(entry) != count or (cut is not None and positions[at] < cut <= position):
             break
         for value in (*entry.args, *(value for _, value in entry.kwargs)):
             is_list = type(value) is tuple and len(value) == count

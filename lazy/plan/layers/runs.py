@@ -14,7 +14,7 @@ _LONGEST_PERIOD = 600
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`count` whole periods from `start` on, and `rest` calls more of the next"""
+    """`count` whole periods from `start` on, and `rest` calls more of the next."""
 
     start: int
     period: int

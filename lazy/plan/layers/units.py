@@ -78,10 +78,10 @@ def split(trace: CutTrace) -> Split | str:
     ranges = [range(a, b) for a, b in pairwise(sorted(edges))]
     range_of = {at: number for number, one in enumerate(ranges) for at in one}
     maker = {number: range_of[at] for number, at in facts.made_at.items()}
-    by_rows, borders = by_groups(trace, facts.live, maker, LEAST_LAYERS)
+    by_rows, borders, moved = by_groups(trace, facts.live, maker, LEAST_LAYERS)
     if borders:
         facts = _Facts(by_rows)
-        edges = {edge for edge in edges if edge < borders[0]} | {*borders, len(by_rows.entries)}
+        edges = {moved[edge] for edge in edges if edge in moved} | {*borders, len(by_rows.entries)}
         ranges = [range(a, b) for a, b in pairwise(sorted(edges))]
     groups = _paired(facts, ranges)
     units = facts.units(groups)

@@ -48,28 +48,28 @@ def by_groups(
     while at < len(positions):
         stretch = _stretch(trace, positions, at, cut)
         groups = _groups(stretch, group_of) if stretch else {}
-        for rows, group in ((rows, group) for group, rows in groups.items()):
+        for group, rows in groups.items():
             for entry in stretch:
                 group_of.update((slot.number, group) for slot in slots_in(_taken(entry.outputs, rows)))
         count = max(1, len(stretch))
         own = positions[at : at + count]
-        told = [trace.frames[position] if trace.frames else "" for position in own]
+        lines = [trace.frames[position] if trace.frames else "" for position in own]
         if len(groups) < least or (len(stretch) < _LEAST_OPERATORS and not any(map(_is_fused, stretch))):
             moved |= {at + number: len(entries) + number for number in range(count)}
             entries += [trace.entries[position] for position in own]
-            frames += told
+            frames += lines
         else:
             moved[at] = len(entries)
             borders.append(len(entries))
             for rows in groups.values():
                 entries += [_of_rows(entry, rows) for entry in stretch]
-                frames += told
+                frames += lines
                 borders.append(len(entries))
         at += count
         early = len(entries) if cut is not None and own[-1] < cut else early
     half = None if trace.half is None else replace(trace.half, entries=early)
-    lines = tuple(frames) if trace.frames else ()
-    return replace(trace, entries=tuple(entries), frames=lines, writes=(), half=half), borders, moved
+    own_frames = tuple(frames) if trace.frames else ()
+    return replace(trace, entries=tuple(entries), frames=own_frames, writes=(), half=half), borders, moved
 
 
 def _is_fused(entry: Entry) -> bool:

@@ -113,6 +113,8 @@ class _Facts:
             if self.reads[at] and (is_view(entry.op) or self._widens(entry, self.reads[at][0])):
                 shown = self.reads[at][0]
                 self.base |= {made.number: self.base.get(shown, shown) for made in slots_in(entry.outputs)}
+        self._places = {number.number: place for place, (number, _) in enumerate(trace.inputs)}
+        self._into = dict(trace.donations)
         begins = trace.half.entries if trace.half is not None else backward_begins(trace)
         self.backward = len(self.live) if begins is None else sum(position < begins for position in self.live)
 
@@ -127,15 +129,15 @@ class _Facts:
         kinds: dict[Hashable, int] = {}
         of_geometry = [kinds.setdefault((geom.meta, geom.offset), len(kinds)) for geom in self.trace.geometries]
 
-        def told(value: Any) -> Hashable:
+        def form(value: Any) -> Hashable:
             kind = type(value)
             if kind is Slot:
                 return Slot, of_geometry[value.number]
             if kind is ScalarSlot:
                 return ScalarSlot, value.kind
-            return tuple([told(item) for item in value]) if kind is tuple else value  # type: ignore[no-any-return]
+            return tuple([form(item) for item in value]) if kind is tuple else value  # type: ignore[no-any-return]
 
-        return [(e.op, told(e.args), told(e.kwargs), told(e.outputs)) for e in self.entries]
+        return [(e.op, form(e.args), form(e.kwargs), form(e.outputs)) for e in self.entries]
 
     def sources(self, positions: range) -> set[int]:
         """What entries read: of a view what it is a view of."""
@@ -176,7 +178,7 @@ class _Facts:
         return f"layers on {strange.pop()}" if strange else units
 
     def _unit(self, ranges: tuple[range, ...], again: set[int], results: list[int], crossing: list[int]) -> Unit:
-        trace, into = self.trace, dict(self.trace.donations)
+        trace, into = self.trace, self._into
         numbers = Renumbering(trace)
         lists = list(self._with_views(ranges, again))
         entries: list[Entry] = []
@@ -209,8 +211,7 @@ class _Facts:
             tuple(trace.frames[self.live[at]] for group in lists for at in group) if trace.frames else (),
             half=half,
         )
-        places = {number.number: place for place, (number, _) in enumerate(trace.inputs)}
-        sources = tuple((INPUT, places[n]) if n in places else (SLOT, n) for n in numbers.given)
+        sources = tuple((INPUT, self._places[n]) if n in self._places else (SLOT, n) for n in numbers.given)
         before = sum(at < self.backward for group in lists for at in group)
         backward = before if self.backward < len(self.live) else None
         return Unit(part, sources, tuple(numbers.scalars), tuple(outputs), tuple(one.start for one in ranges), backward)
@@ -305,11 +306,13 @@ def _paired(facts: _Facts, ranges: Sequence[range]) -> list[tuple[range, ...]]:
                 size = facts.size(found)
                 read[maker, number] = (shared + size, made) if at is None else (shared, made + size)
     partner: dict[int, int] = {}
+    taken: set[int] = set()
     for maker, number in sorted(read, key=read.__getitem__, reverse=True):
-        if maker not in partner and number not in partner.values():
+        if maker not in partner and number not in taken:
             partner[maker] = number
+            taken.add(number)
     return [
         (one, ranges[partner[number]]) if number in partner else (one,)
         for number, one in enumerate(ranges)
-        if number not in partner.values()
+        if number not in taken
     ]

@@ -2,7 +2,8 @@
 
 Guards see what the code names. They do not see the clock, files, Python's random numbers, or state behind objects of
 libraries. Audits catch a call that depends on these, not at once but soon: the 1st, 2nd, 4th, 8th, ... replay is
-audited, and every 1000th from then on; but then no more of the time is spent on audits than a fiftieth.
+audited, and every 1000th from then on. From the third audit on no more of the time is spent on them than a tenth, from
+the 1000th replay on a fiftieth: an audit of a large model takes as long as hundreds of its replays.
 
 Invariant: an audited call does what the call itself does; it runs its Python, recorded, and is only compared.
 """
@@ -15,8 +16,8 @@ from dataclasses import dataclass
 from torchlazy.lazy.config import config
 
 _LONGEST = 1000  # replays between audits
-_POSTPONED = 200  # replays by which one is put off that comes too soon after the last
-_LEAST_SHARE = 50  # times as long as the last audit took
+_FIRST = 2  # replays that are audited whatever it costs: what is never the same twice shows at once
+_SHARE, _LATER_SHARE = 10, 50  # times as long as the last audit took
 
 
 @dataclass(eq=False)
@@ -27,6 +28,7 @@ class AuditSchedule:
     next_audit: int = 1
     ended: float = 0.0  # when the last audit ended, by `time.perf_counter`
     seconds: float = 0.0  # how long it took
+    at: int = 0  # the replay that it was
 
     def is_next(self) -> bool:
         """Whether the next replay is to be audited."""
@@ -40,15 +42,24 @@ class AuditSchedule:
             return True
         if self.replays < self.next_audit:
             return False
-        if self.replays > _LONGEST and time.perf_counter() - self.ended < _LEAST_SHARE * self.seconds:
-            self.next_audit = self.replays + _POSTPONED
+        if self.replays > _FIRST and (wait := self._wait()):
+            self.next_audit = self.replays + wait
             return False
         self.next_audit = self.replays + min(self.replays, _LONGEST)
         return True
 
+    def _wait(self) -> int:
+        """The replays by which an audit is put off that comes too soon after the last one, at the pace since then."""
+        share = _SHARE if self.replays <= _LONGEST else _LATER_SHARE
+        since, wanted = time.perf_counter() - self.ended, share * self.seconds
+        if since >= wanted:
+            return 0
+        pace = max(since, 1e-6) / max(self.replays - self.at, 1)
+        return 1 + min(int((wanted - since) / pace), self.replays)
+
     def audited(self, begun: float) -> None:
         """An audit that began then has ended."""
-        self.ended = time.perf_counter()
+        self.ended, self.at = time.perf_counter(), self.replays
         self.seconds = self.ended - begun
 
 

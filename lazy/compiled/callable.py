@@ -424,7 +424,7 @@ class CompiledCallable:
             frozenset(free),
             frozenset(self._numbers.fixed),
             like is None and self._numbers.vary,
-            self._ordinary.holds(passed.leaves, True) and not self.recorder.mode_depth,
+            lambda reached: self._ordinary.holds(passed.leaves, reached) and not self.recorder.mode_depth,
             self.settings.fullgraph,
             self._orders.orders,
             frozenset(self._slots) if like is None else like.slot_names,

@@ -40,14 +40,17 @@ class OrdinaryCalls:
         if any(found is tensor for tensor in tensors):
             self._found, self._has_looked = None, False
 
-    def holds(self, leaves: Sequence[Any], look_again: bool = False) -> bool:
+    def holds(self, leaves: Sequence[Any], reached: Iterable[torch.Tensor] | None = None) -> bool:
         """Whether a call with these arguments is one: there are tensors, and none among its arguments or in what the
-        callable reaches (its defaults, a trainer's model, a function that it calls) is on the lazy device."""
+        callable reaches (its defaults, a trainer's model, a function that it calls) is on the lazy device. `reached`:
+        what was just found that it reaches."""
         named = _firsts_of(self._function, leaves)
         if any(map(_is_on_device, named)):
             return False
         found = None if self._found is None else self._found()
-        if look_again or not self._has_looked or (self._found is not None and found is None):
+        if reached is not None:
+            found = self._note(reached)
+        elif not self._has_looked or (self._found is not None and found is None):
             found = self._look()
         return bool(named) if found is None else not _is_on_device(found)
 
@@ -64,11 +67,14 @@ class OrdinaryCalls:
         return self._known[1]
 
     def _look(self) -> torch.Tensor | None:
-        self._has_looked = True
         try:
-            tensors = [tensor for tensor, _ in discover(self._function, []).tensors.values()]
+            return self._note(tensor for tensor, _ in discover(self._function, []).tensors.values())
         except TooMuch:
-            return None
+            return self._note(())
+
+    def _note(self, reached: Iterable[torch.Tensor]) -> torch.Tensor | None:
+        """A tensor of what the callable reaches, from now on: one on the lazy device if any is."""
+        self._has_looked, tensors = True, list(reached)
         lazies = (tensor for tensor in tensors if _is_on_device(tensor) or DEVICE.is_marked(tensor))
         found = next(lazies, tensors[0] if tensors else None)
         self._found = None if found is None else weakref.ref(found)

@@ -1,4 +1,4 @@
-"""When replays are audited: often at first, by their number; later by their number and by what audits cost."""
+"""When replays are audited: by their number where audits are cheap, else by what they cost."""
 
 from __future__ import annotations
 
@@ -8,31 +8,58 @@ import pytest
 from torchlazy.lazy.compiled.audit import AuditSchedule
 
 
-def audits(schedule: AuditSchedule, replays: int, seconds: float) -> list[int]:
-    """The numbers of the replays that were audited, each for so long."""
-    found = []
-    for _ in range(replays):
-        was_next = schedule.is_next()
-        if schedule.due():
-            found.append(schedule.replays)
-            schedule.audited(time.perf_counter() - seconds)
-            assert was_next
-    return found
+class Clock:
+    """The time that passes by `advance` alone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def audits(self, schedule: AuditSchedule, replays: int, replay: float, audit: float) -> list[int]:
+        """The numbers of the replays that are audited, where a replay and an audit take so many seconds."""
+        found = []
+        for _ in range(replays):
+            was_next = schedule.is_next()
+            begun = self.now
+            if schedule.due():
+                found.append(schedule.replays)
+                self.now += audit
+                schedule.audited(begun)
+                assert was_next
+            else:
+                self.now += replay
+        return found
 
 
-def test_cheap_audits_are_by_number() -> None:
-    found = audits(AuditSchedule(), 5000, 0.0)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_cheap_audits_are_by_number(clock: Clock) -> None:
+    found = clock.audits(AuditSchedule(), 5000, 1.0, 0.1)
     assert found[:11] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
     assert found[11:] == [2024, 3024, 4024]
 
 
-def test_dear_ones_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
+def test_dear_ones_take_a_tenth_of_the_time(clock: Clock) -> None:
+    assert clock.audits(AuditSchedule(), 900, 0.01, 1.0) == [1, 2]  # these two whatever they cost
+    begun, schedule = clock.now, AuditSchedule()
+    found = clock.audits(schedule, 1000, 0.1, 1.0)
+    assert 5 <= len(found) <= 2 + (clock.now - begun) / 10
+    assert found[2:] == pytest.approx([102, 204, 408, 816], rel=0.02)
+
+
+def test_later_ones_take_a_fiftieth(clock: Clock) -> None:
     schedule = AuditSchedule()
-    assert audits(schedule, 1100, 1.0)[-1] == 512  # the one after 1000 comes too soon
-    assert audits(schedule, 3000, 1.0) == []
-    now = 49.0
-    assert audits(schedule, 1000, 1.0) == []
-    now = 51.0
-    assert len(audits(schedule, 300, 1.0)) == 1
+    clock.audits(schedule, 1500, 0.1, 1.0)
+    before = clock.now
+    found = clock.audits(schedule, 20_000, 0.01, 1.0)
+    assert len(found) == pytest.approx((clock.now - before) / 51, abs=1)
+
+
+def test_a_pause_between_calls_counts(clock: Clock) -> None:
+    schedule = AuditSchedule()
+    assert clock.audits(schedule, 20, 0.001, 1.0) == [1, 2]
+    clock.now += 60.0
+    assert len(clock.audits(schedule, 100, 0.001, 1.0)) == 1

@@ -6,7 +6,7 @@ tensors that guarded places hold. Python state that changed in another way is a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -102,12 +102,13 @@ class CallToCapture:
     free: frozenset[str]
     fixed: frozenset[str]  # numbers whose values the program asked for
     free_learning_rates: bool
-    plain: bool  # ordinary tensors are recorded, under lazy_mode
+    is_plain: Callable[[Iterable[torch.Tensor]], bool]  # `plain`, where the call reaches these tensors
     fullgraph: bool
     orders: int  # of gradients that are asked for: 2 with gradients of gradients
     slots: frozenset[str]  # names of places whose values calls replace
     follows: bool  # tracked numbers go through its Python
     draws_from: tuple[torch.Generator, ...] = ()  # generators of its own that it is known to draw from
+    plain: bool = False  # ordinary tensors are recorded, under lazy_mode
     in_slots: tuple[Any, ...] = ()  # what these hold, flat
     appended: frozenset[str] = frozenset()  # names of lists that calls only append to
     asked: SizeQuestions | None = None  # listens to what its Python asks of sizes
@@ -181,7 +182,8 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
         raise TrackedNumberSeen
     slots = StateSlots(reached.slots)
     sizes = {slot.name: size_of(slot) for slot in slots.slots}
-    call = replace(call, in_slots=slots.leaves)
+    tensors = chain((tensor for tensor, _ in reached.tensors.values()), filter(torch.is_tensor, slots.leaves))
+    call = replace(call, in_slots=slots.leaves, plain=call.is_plain(tensors))
     slot_graphs = SlotGraphs(slots.leaves, call.passed.leaves)
     moving = moving_tensors(reached, call.moving)
     aliases = aliases_in(call.given, moving.memories())
@@ -268,7 +270,7 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
                 counted = spaces_calling(reached.functions, ("range",))
                 call.asked.all_stay = calls_otherwise(reached.functions, "range", counted)
                 spaces += counted
-            with watched_identities(asked, given, capture.refuse), tracked_conversions(spaces):
+            with watched_identities(asked, reached.functions, given, capture.refuse), tracked_conversions(spaces):
                 try:
                     value, error = call.function(*handed.args, **handed.kwargs), None
                 except BaseException as raised_by_call:  # what it did until then is done all the same

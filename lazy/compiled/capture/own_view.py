@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -169,6 +169,7 @@ class OwnViews:
 
 
 _ASKERS = {name: vars(builtins)[name] for name in ("id", "hash")}
+_ANY_BUILTIN = frozenset({"builtins", "__builtins__", "eval", "exec"})  # how code gets at one that it does not name
 
 
 def identities_asked_by(codes: Iterable[CodeType]) -> frozenset[str]:
@@ -178,20 +179,29 @@ def identities_asked_by(codes: Iterable[CodeType]) -> frozenset[str]:
 
 @contextlib.contextmanager
 def watched_identities(
-    asked: frozenset[str], given: Mapping[int, Any], refuse: Callable[[str], None]
+    asked: frozenset[str], functions: Iterable[FunctionType], given: Mapping[int, Any], refuse: Callable[[str], None]
 ) -> Iterator[None]:
     """Inside, questions of the program for the identity of what it was given are refused. They are answered as outside:
-    `given` are the caller's objects, by the identities of those that the function has."""
+    `given` are the caller's objects, by the identities of those that the function has. `functions` are the program's:
+    the builtins are replaced in their modules, for torch and the recorder ask too, some 30 times an operator; for all
+    where code may get at them in another way."""
     if "__hash__" in asked:
         refuse("its code asks for `__hash__` by name")
-    replaced = asked.intersection(_ASKERS)
-    for name in replaced:
-        setattr(builtins, name, _watched(name, given, refuse))
+    names = asked.intersection(_ASKERS)
+    spaces = list({id(one.__globals__): one.__globals__ for one in functions}.values()) if names else []
+    if any(not _ANY_BUILTIN.isdisjoint(names_in(one.__code__)) for one in functions if names):
+        spaces = [vars(builtins)]
+    replaced = [(space, name) for space in spaces for name in names if space is vars(builtins) or name not in space]
+    for space, name in replaced:
+        space[name] = _watched(name, given, refuse)
     try:
         yield
     finally:
-        for name in replaced:
-            setattr(builtins, name, _ASKERS[name])
+        for space, name in replaced:
+            if space is vars(builtins):
+                space[name] = _ASKERS[name]
+            else:
+                space.pop(name, None)
 
 
 def _watched(name: str, given: Mapping[int, Any], refuse: Callable[[str], None]) -> Callable[[Any], int]:

@@ -20,9 +20,9 @@ from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.running_trace import UnsharedScalars
 from torchlazy.lazy.record.tensor import LazyTensor, wrap
 from torchlazy.lazy.trace.geometry import Geometry, flat, geometry
+from torchlazy.lazy.trace.op_schema import draws
 from torchlazy.lazy.trace.storage import LazyStorage, storage_of
 from torchlazy.lazy.trace.trace import CutTrace, ScalarSlot, Slot
-from torchlazy.prims.drawn_dropout import takes_random_numbers
 from torchlazy.runtime.program.steps import RNN_LAYER
 
 NativeTensor = tuple[int, list[int], list[int], int, torch.dtype]  # memory, sizes, strides, offset, dtype
@@ -293,7 +293,7 @@ def are_in_one_chain(trace: CutTrace) -> bool:
     drawn = 0
     for entry in trace.entries:
         count = max((behind.get(slot.number, 0) for slot in _slots((entry.args, entry.kwargs))), default=0)
-        if takes_random_numbers(entry.op, entry.args, dict(entry.kwargs)):
+        if draws(entry):
             if count != drawn:
                 return False
             count = drawn = drawn + 1

@@ -7,13 +7,12 @@ kind "eager": the recorder cuts the trace and runs it eagerly, which is always r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torchlazy.lazy.trace.number_arguments import names_followed
-
-if TYPE_CHECKING:
-    from torchlazy.lazy.trace.trace import CutTrace
+from torchlazy.lazy.trace.trace import CutTrace, Entry, Float
+from torchlazy.prims.drawn_dropout import takes_random_numbers
 
 Kind = Literal["pure", "view", "inplace", "out", "composite", "eager"]
 
@@ -63,9 +62,18 @@ def is_random(op: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags
 
 
+def draws(entry: Entry) -> bool:
+    """Whether the operator takes numbers from a generator: attention does with a dropout that is not 0.0."""
+    if not is_random(entry.op):
+        return False
+    plain = [value.value if type(value) is Float else value for value in entry.args]
+    named = {name: value.value if type(value) is Float else value for name, value in entry.kwargs}
+    return takes_random_numbers(entry.op, plain, named)
+
+
 def draws_at_run_time(trace: CutTrace) -> bool:
     """Whether an operator draws from a device's own generator when it runs (attention with dropout)."""
-    return any(is_random(entry.op) for entry in trace.entries)
+    return any(map(draws, trace.entries))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -131,6 +131,34 @@ def test_a_loop_in_which_nothing_is_read_is_a_trace_for_each_turn(library: Any) 
     assert library.causes()["operators repeat"] == 1
 
 
+def test_attention_without_dropout_does_not_draw(library: Any) -> None:
+    """A turn may begin and end within a model: its attentions then do not depend on one another."""
+    layers = [nn.Linear(16, 48) for _ in range(4)]
+
+    def turn(x: torch.Tensor, layers: list[nn.Linear] = layers) -> torch.Tensor:
+        for layer in layers:
+            query, key, value = (part.unflatten(2, (2, 8)).transpose(1, 2) for part in layer(x).chunk(3, 2))
+            mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=0.0, is_causal=True)
+            x = x + mixed.transpose(1, 2).flatten(2)
+        return x
+
+    x = torch.randn(2, 5, 16)
+    with torch.no_grad():
+        expected = turn(x)
+        for layer in layers:
+            layer.to(LAZY)
+        x = x.to(LAZY)
+        y = turn(x, layers[2:])
+        for _ in range(120):
+            y = turn(x)
+        torchlazy.wait_for_compile()
+        before = library.counts()["deferred"]
+        for _ in range(20):
+            y = turn(x)
+    torch.testing.assert_close(y.cpu(), expected)
+    assert library.counts()["deferred"] > before, library.traces()
+
+
 def test_equal_layers_are_no_turns_of_a_loop(library: Any) -> None:
     layers = [nn.Linear(4, 4) for _ in range(60)]
     x = torch.randn(2, 4)

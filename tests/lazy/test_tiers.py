@@ -393,7 +393,7 @@ def test_a_process_that_ends_takes_its_workers_along(tmp_path, ending):
     """
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    settings = environment(tmp_path / "cache", TMPDIR=str(temporary))
+    settings = environment(tmp_path / "cache", TMPDIR=str(temporary), TORCHLAZY_NATIVE="off")
     done = subprocess.run(script(body), env=settings, capture_output=True, text=True, timeout=600)
     assert not done.stderr.strip()
     worker = int(done.stdout)
@@ -424,8 +424,8 @@ def run_reports(folder: object, count: int, tiers: str) -> list[str]:
     return [child.communicate(timeout=600)[0].strip() for child in children]
 
 
-def test_processes_share_what_one_of_them_compiled(tmp_path):
-    folder = tmp_path / "cache"
+def test_processes_share_what_one_of_them_compiled(new_cache):
+    folder = new_cache
     results = run_reports(folder, 2, "off")
     assert len({text.split("]")[0] for text in results}) == 1
     assert not list(folder.rglob(".tmp-*"))

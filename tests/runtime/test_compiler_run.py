@@ -30,7 +30,7 @@ PROGRAM = """
 import os, sys, time, warnings
 import torch, torchlazy
 from torchlazy.runtime.toolchains import compiler_run
-compiler_run.PROBE_SECONDS = 2.0
+compiler_run.PROBE_SECONDS = 1.0
 torchlazy.config.tiers = sys.argv[1]
 warnings.simplefilter("ignore")
 start = time.perf_counter()
@@ -64,7 +64,7 @@ def all_have_ended(folder: Path) -> bool:
 def test_a_program_goes_on(name: str, tiers: str, tmp_path: Path) -> None:
     environment = {
         **os.environ, "CXX": str(fake(tmp_path, COMPILERS[name])), "TORCHLAZY_CACHE_DIR": str(tmp_path / "cache"),
-        "TORCHLAZY_COMPILE_SECONDS": "3",
+        "TORCHLAZY_COMPILE_SECONDS": "1",
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, tiers], env=environment, capture_output=True, text=True, timeout=300

@@ -46,17 +46,6 @@ def device_in_python() -> Iterator[None]:
     torchlazy.config.native_device = kept
 
 
-@pytest.fixture
-def new_cache(tmp_path: Path) -> Path:
-    """A cache folder with nothing in it but the native recorder, which takes a minute to compile."""
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    if torchlazy.config.native == "on":
-        found = recorder_library.find_or_compile()
-        (folder / found.name).symlink_to(found.resolve())
-    return folder
-
-
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
     """The collector waits while tests are collected, and leaves alone what is there then: three quarters of a million

@@ -71,8 +71,8 @@ target_facts.package_fingerprint = lambda: "the test's"  # files may be edited w
 """
 
 
-def test_a_stored_program_loads_no_compiler(new_cache) -> None:
-    environment = {"TORCHLAZY_CACHE_DIR": str(new_cache), "TORCHLAZY_STORE": "on"}
+def test_a_stored_program_loads_no_compiler(tmp_path) -> None:
+    environment = {"TORCHLAZY_CACHE_DIR": str(tmp_path), "TORCHLAZY_STORE": "on", "TORCHLAZY_NATIVE": "off"}
     first = SAME_PACKAGE + STEP
     assert set(loaded_after(first, COMPILER, environment | {"TORCHLAZY_TIERS": "off"})) > {
         "torchlazy.lazy.plan.pipeline"

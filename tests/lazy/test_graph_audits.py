@@ -13,6 +13,10 @@ from torchlazy.lazy.compiled import audit
 from tests.lazy.cpu_graphs import cpu_graphs
 from tests.lazy.models import mean_square_step
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the lazy device is a GPU: its graphs are no pretended ones"
+)
+
 
 def _train(mode: str | None, steps: int, moves: int = -1) -> tuple[list[Any], list[Any], Any]:
     torch.manual_seed(0)

@@ -370,7 +370,9 @@ def script(body: str) -> list[str]:
 
 
 def environment(folder: object, **settings: str) -> dict[str, str]:
-    return os.environ | {"TORCHLAZY_CACHE_DIR": str(folder), "TORCHLAZY_STORE": "on", **settings}
+    """With an empty cache; without the native recorder, which would be compiled into it."""
+    kept = {"TORCHLAZY_CACHE_DIR": str(folder), "TORCHLAZY_STORE": "on", "TORCHLAZY_NATIVE": "off"}
+    return os.environ | kept | settings
 
 
 def is_alive(process: int) -> bool:
@@ -393,7 +395,7 @@ def test_a_process_that_ends_takes_its_workers_along(tmp_path, ending):
     """
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    settings = environment(tmp_path / "cache", TMPDIR=str(temporary), TORCHLAZY_NATIVE="off")
+    settings = environment(tmp_path / "cache", TMPDIR=str(temporary))
     done = subprocess.run(script(body), env=settings, capture_output=True, text=True, timeout=600)
     assert not done.stderr.strip()
     worker = int(done.stdout)
@@ -424,8 +426,8 @@ def run_reports(folder: object, count: int, tiers: str) -> list[str]:
     return [child.communicate(timeout=600)[0].strip() for child in children]
 
 
-def test_processes_share_what_one_of_them_compiled(new_cache):
-    folder = new_cache
+def test_processes_share_what_one_of_them_compiled(tmp_path):
+    folder = tmp_path / "cache"
     results = run_reports(folder, 2, "off")
     assert len({text.split("]")[0] for text in results}) == 1
     assert not list(folder.rglob(".tmp-*"))

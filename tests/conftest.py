@@ -22,6 +22,7 @@ os.environ.setdefault("TORCHLAZY_CACHE_DIR", str(Path(__file__).parents[1] / ".p
 import pytest
 import torch
 import torchlazy
+from torchlazy.lazy.compiled import audit
 from torchlazy.runtime.native import identity_check, recorder_library
 
 if (_found := Path(torchlazy.__file__).resolve().parent) != Path(__file__).resolve().parents[1]:
@@ -31,6 +32,8 @@ identity_check.CODE.wait()  # what runs must not depend on when a compiler is do
 if torchlazy.config.native == "on":
     recorder_library.LIBRARY.wait()
 torch.zeros(1).to("lazy").add(1).cpu()
+
+audit.SHARE = audit.LATER_SHARE = 0  # audits by number: what is audited must not depend on how long it takes
 
 # Each torch.manual_seed notes for three kinds of device that are not there who called it: 0.8 ms, where tests seed at
 # each step. What they would do is noted as ever.

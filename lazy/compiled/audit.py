@@ -17,7 +17,7 @@ from torchlazy.lazy.config import config
 
 _LONGEST = 1000  # replays between audits
 _FIRST = 2  # replays that are audited whatever it costs: what is never the same twice shows at once
-_SHARE, _LATER_SHARE = 10, 50  # times as long as the last audit took
+SHARE, LATER_SHARE = 10, 50  # times as long as the last audit took
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class AuditSchedule:
 
     def _wait(self) -> int:
         """The replays by which an audit is put off that comes too soon after the last one, at the pace since then."""
-        share = _SHARE if self.replays <= _LONGEST else _LATER_SHARE
+        share = SHARE if self.replays <= _LONGEST else LATER_SHARE
         since, wanted = time.perf_counter() - self.ended, share * self.seconds
         if since >= wanted:
             return 0

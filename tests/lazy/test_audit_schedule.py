@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from torchlazy.lazy.compiled import audit
 from torchlazy.lazy.compiled.audit import AuditSchedule
 
 
@@ -33,6 +34,8 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(audit, "SHARE", 10)
+    monkeypatch.setattr(audit, "LATER_SHARE", 50)
     return Clock(monkeypatch)
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torchlazy
 from torchlazy.lazy.api import driver
-from torchlazy.lazy.compiled import audit
 
 from tests.lazy.cpu_graphs import cpu_graphs
 from tests.lazy.models import mean_square_step
@@ -39,7 +38,6 @@ def _train(mode: str | None, steps: int, moves: int = -1) -> tuple[list[Any], li
 @pytest.mark.parametrize("moves", [-1, 14])
 def test_an_audited_call_runs_by_the_graph(moves: int, compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = 30
-    monkeypatch.setattr(audit, "_SHARE", 0)  # audits by number, whatever they cost
     wanted = _train(None, steps, moves)[:2]
     device = cpu_graphs(monkeypatch)
     ran: list[int] = []

@@ -192,16 +192,17 @@ def watched_identities(
     if any(not _ANY_BUILTIN.isdisjoint(names_in(one.__code__)) for one in functions if names):
         spaces = [vars(builtins)]
     replaced = [(space, name) for space in spaces for name in names if space is vars(builtins) or name not in space]
+    watchers = {name: _watched(name, given, refuse) for name in names}
     for space, name in replaced:
-        space[name] = _watched(name, given, refuse)
+        space[name] = watchers[name]
     try:
         yield
     finally:
         for space, name in replaced:
             if space is vars(builtins):
                 space[name] = _ASKERS[name]
-            else:
-                space.pop(name, None)
+            elif space.get(name) is watchers[name]:  # the program may have made a global of this name
+                del space[name]
 
 
 def _watched(name: str, given: Mapping[int, Any], refuse: Callable[[str], None]) -> Callable[[Any], int]:

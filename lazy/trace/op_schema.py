@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torchlazy.lazy.trace.number_arguments import names_followed
-from torchlazy.lazy.trace.trace import CutTrace, Entry, Float
+from torchlazy.lazy.trace.trace import CutTrace, Entry, plain_constant
 from torchlazy.prims.drawn_dropout import takes_random_numbers
 
 Kind = Literal["pure", "view", "inplace", "out", "composite", "eager"]
@@ -66,9 +66,8 @@ def draws(entry: Entry) -> bool:
     """Whether the operator takes numbers from a generator: attention does with a dropout that is not 0.0."""
     if not is_random(entry.op):
         return False
-    plain = [value.value if type(value) is Float else value for value in entry.args]
-    named = {name: value.value if type(value) is Float else value for name, value in entry.kwargs}
-    return takes_random_numbers(entry.op, plain, named)
+    named = {name: plain_constant(value) for name, value in entry.kwargs}
+    return takes_random_numbers(entry.op, list(map(plain_constant, entry.args)), named)
 
 
 def draws_at_run_time(trace: CutTrace) -> bool:

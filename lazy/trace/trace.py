@@ -74,6 +74,11 @@ class Float:
         return repr(self.value)
 
 
+def plain_constant(value: Any) -> Any:
+    """The value, a Float as the Python float that it stands for: a Float equals no plain 0.0."""
+    return value.value if type(value) is Float else value
+
+
 class Complex(complex):
     """A complex constant compared by its bits, as a Float is: signs of zeros decide the side of a branch cut."""
 

@@ -114,6 +114,18 @@ def test_training_is_followed_from_step_to_step(library: Any, kind: Any) -> None
     assert library.counts()["deferred"] > 60, library.counts()
 
 
+def _looped(turn: Callable[[], torch.Tensor], turns: int, library: Any) -> tuple[torch.Tensor, int]:
+    """A loop in which nothing is read, then 20 turns with what was compiled: the last result, and how many operators
+    of these turns were deferred."""
+    for _ in range(turns):
+        y = turn()
+    torchlazy.wait_for_compile()
+    before = library.counts()["deferred"]
+    for _ in range(20):
+        y = turn()
+    return y, library.counts()["deferred"] - before
+
+
 def test_a_loop_in_which_nothing_is_read_is_a_trace_for_each_turn(library: Any) -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(6)])
     x = torch.randn(2, 4)
@@ -121,11 +133,7 @@ def test_a_loop_in_which_nothing_is_read_is_a_trace_for_each_turn(library: Any) 
     model.to(LAZY)
     x = x.to(LAZY)
     with torch.no_grad():
-        for _ in range(120):
-            y = model(x)
-        torchlazy.wait_for_compile()
-        for _ in range(20):
-            y = model(x)
+        y, _ = _looped(lambda: model(x), 120, library)
     torch.testing.assert_close(y.cpu(), expected.detach())
     assert (12, 2) in {(entries, state) for entries, _, state, _ in library.traces()}
     assert library.causes()["operators repeat"] == 1
@@ -149,14 +157,9 @@ def test_attention_without_dropout_does_not_draw(library: Any) -> None:
             layer.to(LAZY)
         x = x.to(LAZY)
         y = turn(x, layers[2:])
-        for _ in range(120):
-            y = turn(x)
-        torchlazy.wait_for_compile()
-        before = library.counts()["deferred"]
-        for _ in range(20):
-            y = turn(x)
+        y, deferred = _looped(lambda: turn(x), 120, library)
     torch.testing.assert_close(y.cpu(), expected)
-    assert library.counts()["deferred"] > before, library.traces()
+    assert deferred > 0, library.traces()
 
 
 def test_equal_layers_are_no_turns_of_a_loop(library: Any) -> None:
@@ -173,16 +176,11 @@ def test_equal_layers_are_no_turns_of_a_loop(library: Any) -> None:
         for layer in layers:
             layer.to(LAZY)
         x = x.to(LAZY)
-        for _ in range(40):
-            y = turn(x)
-        torchlazy.wait_for_compile()
-        before = library.counts()["deferred"]
-        for _ in range(20):
-            y = turn(x)
+        y, deferred = _looped(lambda: turn(x), 40, library)
     torch.testing.assert_close(y.cpu(), expected)
     entries = 60 * 5 + 1
     assert (entries, 2) in {(entries, state) for entries, _, state, _ in library.traces()}
-    assert library.counts()["deferred"] - before >= 18 * entries
+    assert deferred >= 18 * entries
     assert library.causes()["operators repeat"] == 1, library.causes()
 
 

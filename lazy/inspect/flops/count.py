@@ -24,7 +24,7 @@ from torchlazy.lazy.plan.pipeline import CompileOptions, plan_trace
 from torchlazy.lazy.run.driver import compute_device
 from torchlazy.lazy.run.text import table_text
 from torchlazy.lazy.torch_private.dispatch import below_autograd
-from torchlazy.lazy.trace.trace import CutTrace, Entry, Float, Slot, slots_in
+from torchlazy.lazy.trace.trace import CutTrace, Entry, Slot, plain_constant, slots_in
 from torchlazy.runtime.program.program import ExternCall, ForeachLaunch, Launch, Program
 from torchlazy.runtime.program.steps import bytes_by_name, names_made, names_read
 
@@ -242,7 +242,7 @@ def _call(trace: CutTrace, entry: Entry, vectors: list[tuple[Vector, ...]], form
         if type(value) is tuple:
             return tuple(resolve(item, windows) for item in value)
         if type(value) is not Slot:
-            return value.value if type(value) is Float else value
+            return plain_constant(value)
         geom = trace.geometries[value.number]
         shape = tuple(formulas.expression(vector, near, windows) for vector in vectors[value.number])
         numel = sympy.Mul(*(size for size, stride in zip(shape, geom.strides, strict=True) if stride))

@@ -18,7 +18,6 @@ from torchlazy.lazy.deferred import DeferredModule
 from torchlazy.lazy.plan.loaded import Compiled
 from torchlazy.lazy.report import account, diagnosed, metrics
 from torchlazy.lazy.run.failure import values_after_failure, values_left
-from torchlazy.lazy.run.interpreter import run_entries
 from torchlazy.lazy.run.programs import KnownTrace, Tiers
 from torchlazy.lazy.run.segments.device import CutHalves
 from torchlazy.lazy.run.segments.programs import HalfFailed
@@ -106,7 +105,7 @@ class Driver:
         with below_autograd():
             if known.compiled is None:
                 inputs = [weakref.ref(value) for value in memory] if trace.writes else []
-                values = values_left(trace, run_entries(trace, memory, scalars), inputs, scalars)
+                values = values_left(trace, known.by_operators.run(trace, memory, scalars), inputs, scalars)
                 metrics.extern_calls.update(str(trace.entries[i].op) for i in needed_entries(trace))
             elif self.shadow is not None:
                 values = self.shadow(known.compiled, trace, memory, scalars, cause, frame)

@@ -16,38 +16,64 @@ from torchlazy.lazy.trace.trace import Complex, CutTrace, Float, ScalarSlot, Slo
 from torchlazy.runtime.program.steps import CALLED_AS
 
 Value = torch.Tensor | BaseException
+Move = tuple[int, int]  # an entry's position, and the output that goes to donated memory behind it
 
 
-def run_entries(trace: CutTrace, inputs: Sequence[Value], scalars: Sequence[Any]) -> list[Value]:
+def run_entries(
+    trace: CutTrace, inputs: Sequence[Value], scalars: Sequence[Any], moves: list[Move] | None = None
+) -> list[Value]:
     """The outputs of `trace`, in order. Empties a list of inputs, so that memory is freed after its last read.
 
     Where the trace lists its writes and an operator fails, memory that was not yet replaced stays as it is, and what
     would replace it is the error. An error in the place of an input stands for a value that is lost: what depends on it
-    is that error.
+    is that error. `moves` gets which outputs went to donated memory early.
     """
-    values: list[Any] = [None] * len(trace.geometries)
+    frame = Frame(trace, inputs, last_uses(trace))
+    early = _EarlyWrites(frame, [] if moves is None else moves)
+    return frame.results(_run(trace, frame.values, scalars, needed_entries(trace), frame.last_use, early))
+
+
+def last_uses(trace: CutTrace) -> dict[int, int]:
+    """By number of a slot, the position of the last entry that needs its value; that behind all for an output."""
+    found: dict[int, int] = {}
     needed = needed_entries(trace)
-    last_use: dict[int, int] = {}
     for position, entry in enumerate(trace.entries):
         if position in needed:
-            last_use.update((found.number, position) for found in operands(entry))
-    for number, _ in trace.outputs:
-        last_use[number.number] = len(trace.entries)
-    for (number, _), value in zip(trace.inputs, inputs, strict=True):
-        if number.number in last_use:
-            values[number.number] = value
-    donated = {output: inputs[given] for output, given in trace.donations}
-    owned_by_inputs = {value.untyped_storage()._cdata for value in inputs if isinstance(value, torch.Tensor)}
-    early = _EarlyWrites(trace, values, donated)
-    if isinstance(inputs, list):
-        inputs.clear()
-    failure = _run(trace, values, scalars, needed, last_use, early)
-    if failure is not None and trace.writes:
-        for output in donated.keys() - early.written.keys():
-            values[trace.outputs[output][0].number] = failure
-    results = _own_memory(trace, values, owned_by_inputs, early.written)
-    late = {output: memory for output, memory in donated.items() if output not in early.written}
-    return into_donated(results, late)
+            found.update((operand.number, position) for operand in operands(entry))
+    return found | {number.number: len(trace.entries) for number, _ in trace.outputs}
+
+
+class Frame:
+    """What a run of a trace operator by operator begins with and ends with. Empties a list of inputs."""
+
+    def __init__(self, trace: CutTrace, inputs: Sequence[Value], last_use: Mapping[int, int]) -> None:
+        self.trace, self.last_use = trace, last_use
+        self.values: list[Any] = [None] * len(trace.geometries)  # by slot
+        for (number, _), value in zip(trace.inputs, inputs, strict=True):
+            if number.number in last_use:
+                self.values[number.number] = value
+        self.donated = {output: inputs[given] for output, given in trace.donations}
+        self.written: dict[int, torch.Tensor] = {}  # outputs that are in their memory
+        self._taken = {value.untyped_storage()._cdata for value in inputs if isinstance(value, torch.Tensor)}
+        if isinstance(inputs, list):
+            inputs.clear()
+
+    def move(self, output: int) -> None:
+        """The value of this output into the memory that it was donated, which nothing reads any more."""
+        number, geom = self.trace.outputs[output]
+        memory: Any = self.donated[output]
+        if memory.shape != geom.shape:  # a whole storage may be held as one flat dimension
+            memory = memory.as_strided(geom.shape, geom.strides, memory.storage_offset())
+        self.values[number.number] = self.written[output] = memory.copy_(self.values[number.number])
+
+    def results(self, failure: BaseException | None) -> list[Value]:
+        """The outputs, once all operators have run; `failure`: the first error."""
+        trace, values, written = self.trace, self.values, self.written
+        if failure is not None and trace.writes:
+            for output in self.donated.keys() - written.keys():
+                values[trace.outputs[output][0].number] = failure
+        results = _own_memory(trace, values, self._taken, written)
+        return into_donated(results, {output: m for output, m in self.donated.items() if output not in written})
 
 
 def evaluate_slots(
@@ -71,12 +97,18 @@ def evaluate_slots(
     return {number: values[number] for number in numbers}
 
 
+def run_rest(frame: Frame, scalars: Sequence[Any], start: int) -> BaseException | None:
+    """Run the entries from `start` on, after those before it have run. Returns the first error."""
+    needed = {position for position in needed_entries(frame.trace) if position >= start}
+    return _run(frame.trace, frame.values, scalars, needed, frame.last_use)
+
+
 def _run(
     trace: CutTrace,
     values: list[Any],
     scalars: Sequence[Any],
     needed: frozenset[int] | set[int],
-    last_use: dict[int, int],
+    last_use: Mapping[int, int],
     early: _EarlyWrites | None = None,
 ) -> BaseException | None:
     """Run the needed entries on `values`, by slot; a value is freed after its last use. Returns the first error."""
@@ -87,10 +119,10 @@ def _run(
         args: list[Any] | None
         try:
             args = [_value_of(a, values, scalars) for a in entry.args]
-            if entry.op in _BY_ADDRESS or entry.op in _BY_STRIDES:
+            if entry.op in BY_ADDRESS or entry.op in BY_STRIDES:
                 geom = trace.geometries[entry.args[0].number]
-                if entry.op in _BY_ADDRESS or args[0].stride() != geom.strides:
-                    args[0] = _laid_out(args[0], geom)
+                if entry.op in BY_ADDRESS or args[0].stride() != geom.strides:
+                    args[0] = laid_out(args[0], geom)
             result = CALLED_AS.get(entry.op, entry.op)(
                 *args, **{name: _value_of(v, values, scalars) for name, v in entry.kwargs}
             )
@@ -104,11 +136,11 @@ def _run(
         args = result = None
         made = slots_in(entry.outputs)
         if early is not None:
-            early.made([found.number for found in made])
+            early.made(position, [found.number for found in made])
         gone = [found.number for found in operands(entry) if last_use[found.number] == position]
         gone += [found.number for found in made if found.number not in last_use]
         if early is not None:
-            early.gone(gone)
+            early.gone(position, gone)
         for number in gone:
             values[number] = None
     return failure
@@ -141,26 +173,27 @@ class _EarlyWrites:
     updates them in place.
     """
 
-    def __init__(self, trace: CutTrace, values: list[Any], donated: Mapping[int, Value]) -> None:
-        self.written: dict[int, torch.Tensor] = {}  # outputs that are in their memory
-        self._trace = trace
-        self._values = values
-        self._memory: dict[int, tuple[int, torch.Tensor]] = {}  # by storage: the output that goes there
+    def __init__(self, frame: Frame, moves: list[Move]) -> None:
+        """`moves` gets each move, and behind which entry it is."""
+        self._frame, self._moves = frame, moves
+        trace = self._trace = frame.trace
+        self._values = frame.values
+        self._memory: dict[int, int] = {}  # by storage: the output that goes there
         self._outputs: dict[int, list[int]] = {}  # by slot, the storages that its value goes to
         self._alive: dict[int, set[int]] = {}  # by storage, the slots whose values are on it
-        for output, memory in donated.items():
+        for output, memory in frame.donated.items():
             if isinstance(memory, torch.Tensor):
                 key = memory.untyped_storage()._cdata
                 if key in self._memory:  # two views of one storage
                     self._memory.clear()
                     self._outputs.clear()
                     break
-                self._memory[key] = output, memory
+                self._memory[key] = output
                 self._outputs.setdefault(trace.outputs[output][0].number, []).append(key)
         self._alive = {key: set() for key in self._memory}
-        self.made([number.number for number, _ in trace.inputs])
+        self.made(-1, [number.number for number, _ in trace.inputs])
 
-    def made(self, slots: Sequence[int]) -> None:
+    def made(self, position: int, slots: Sequence[int]) -> None:
         """These slots have got their values."""
         if not self._memory:
             return
@@ -170,9 +203,9 @@ class _EarlyWrites:
                 alive = self._alive.get(value.untyped_storage()._cdata)
                 if alive is not None:
                     alive.add(slot)
-        self._write([key for slot in slots for key in self._outputs.get(slot, ())])
+        self._write(position, [key for slot in slots for key in self._outputs.get(slot, ())])
 
-    def gone(self, slots: Sequence[int]) -> None:
+    def gone(self, position: int, slots: Sequence[int]) -> None:
         """The values of these slots are read no more, and about to be freed."""
         if not self._memory:
             return
@@ -186,28 +219,26 @@ class _EarlyWrites:
                     alive.discard(slot)
                     if not alive:
                         free.append(key)
-        self._write(free)
+        self._write(position, free)
 
-    def _write(self, keys: Sequence[int]) -> None:
+    def _write(self, position: int, keys: Sequence[int]) -> None:
         for key in keys:
-            output, memory = self._memory[key]
-            number, geom = self._trace.outputs[output]
-            value = self._values[number.number]
-            if self._alive[key] or output in self.written or not isinstance(value, torch.Tensor):
+            output = self._memory[key]
+            number = self._trace.outputs[output][0].number
+            if self._alive[key] or output in self._frame.written or not isinstance(self._values[number], torch.Tensor):
                 continue
-            if memory.shape != geom.shape:  # a whole storage may be held as one flat dimension
-                memory = memory.as_strided(geom.shape, geom.strides, memory.storage_offset())
-            self._values[number.number] = self.written[output] = memory.copy_(value)
-            self._alive[key].add(number.number)
+            self._frame.move(output)
+            self._moves.append((position, output))
+            self._alive[key].add(number)
 
 
 # They index memory from the start of a storage: their operand, a storage's whole value, must have the recorded layout.
-_BY_ADDRESS = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
+BY_ADDRESS = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
 # These refuse strides that they cannot describe; a kernel may return others than its fake tensor rule stated.
-_BY_STRIDES = frozenset({torch.ops.aten.view.default, torch.ops.aten.view.dtype})
+BY_STRIDES = frozenset({torch.ops.aten.view.default, torch.ops.aten.view.dtype})
 
 
-def _laid_out(value: torch.Tensor, geom: Geometry) -> torch.Tensor:
+def laid_out(value: torch.Tensor, geom: Geometry) -> torch.Tensor:
     """`value` in other memory where an operator returned other strides, or an alias (`_unsafe_view` of a slice)."""
     if value.stride() == geom.strides and value.storage_offset() == 0:
         return value

@@ -14,7 +14,7 @@ import os
 import time
 import warnings
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from torchlazy.lazy.report import metrics
 from torchlazy.lazy.run.hot_sizes import HotSizes
 from torchlazy.lazy.run.loading import BackgroundLoader, Load
 from torchlazy.lazy.run.shape_families import ShapeFamilies, ShapeFamily
+from torchlazy.lazy.run.straight_line import ByOperators
 from torchlazy.lazy.run.workers import MANY_CORES, Answer, CompilePool, Job
 from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.trace import serialize
@@ -56,6 +57,7 @@ class KnownTrace:
     signature: Signature | None = None
     waits: bool = False  # for a template planned from other traces, which may not serve it
     stored: Load | None = None  # its program is being looked for on disk
+    by_operators: ByOperators = field(default_factory=ByOperators)  # what runs it without a program
 
     @property
     def is_awaited(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torchlazy.lazy.api import driver, recorder
 from torchlazy.lazy.compiled import families, race
 from torchlazy.lazy.native.block import BLOCKS
 from torchlazy.lazy.run.programs import KnownTrace
+from torchlazy.lazy.trace.trace import CutTrace
 
 from tests.lazy.held_jobs import HeldJobs
 
@@ -89,9 +91,12 @@ def recorded_in_python() -> None:
 @pytest.fixture
 def operator_by_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cut of the test runs in tier 0, however often its trace was seen."""
-    monkeypatch.setattr(
-        driver.tiers, "look_up", lambda trace, device, frame: (KnownTrace(seen=1), "tier 0: first sight")
-    )
+    known: dict[Any, KnownTrace] = {}
+
+    def look_up(trace: CutTrace, device: str, frame: str) -> tuple[KnownTrace, str]:
+        return known.setdefault(trace.signature(), KnownTrace(seen=1)), "tier 0: first sight"
+
+    monkeypatch.setattr(driver.tiers, "look_up", look_up)
 
 
 @pytest.fixture

@@ -417,7 +417,7 @@ def test_an_interrupt_at_a_cut(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("torchlazy.lazy.run.driver.run_entries", interrupted)
+        patch.setattr("torchlazy.lazy.run.straight_line.run_entries", interrupted)
         x.add_(1)
         with pytest.raises(KeyboardInterrupt):
             torchlazy.sync()

@@ -10,9 +10,9 @@ import torch
 import torchlazy
 from torch import fx
 from torchlazy.lazy.api import driver
-from torchlazy.lazy.run import driver as driver_module
 from torchlazy.lazy.run.foreign_backend import ForeignBackendError, compile_with, graph_module
 from torchlazy.lazy.run.interpreter import run_entries
+from torchlazy.lazy.run.straight_line import ByOperators
 from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.trace.trace import CutTrace
 
@@ -34,20 +34,19 @@ def dynamo(name: str) -> Callable[..., Any]:
 def traces_of(program: Callable[[], object]) -> list[Cut]:
     """Every cut of `program`: its trace, copies of its inputs' memory, its scalars."""
     seen: list[Cut] = []
-    run = run_entries
 
-    def spy(trace: CutTrace, inputs: Any, scalars: Any) -> Any:
+    def spy(_: ByOperators, trace: CutTrace, inputs: Any, scalars: Any) -> Any:
         seen.append((trace, [v.clone() for v in inputs], list(scalars)))
-        return run(trace, inputs, scalars)
+        return run_entries(trace, inputs, scalars)
 
-    before = driver_module.run_entries
-    driver_module.run_entries = spy  # type: ignore[assignment]
+    before = ByOperators.run
+    ByOperators.run = spy  # type: ignore[method-assign]
     driver.forget()
     try:
         program()
         torchlazy.sync()
     finally:
-        driver_module.run_entries = before
+        ByOperators.run = before  # type: ignore[method-assign]
     return seen
 
 

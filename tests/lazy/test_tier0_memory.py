@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torchlazy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torchlazy.lazy.api import recorder
 from torchlazy.lazy.run import interpreter
+from torchlazy.lazy.run.straight_line import ByOperators
 from torchlazy.lazy.trace.trace import CutTrace
 
 pytestmark = pytest.mark.usefixtures("device_in_python")
 
+Run = Callable[..., list[Any]]
 Cut = tuple[CutTrace, list[torch.Tensor], list[Any]]
 
 
@@ -32,6 +36,20 @@ def _last_cut(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> Cut
     run()
     torchlazy.sync()
     return found[-1]
+
+
+@pytest.fixture(params=["interpreted", "straight"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """A way to run a trace operator by operator: for the first time, or once more."""
+    return interpreter.run_entries if request.param == "interpreted" else _once_more
+
+
+def _once_more(trace: CutTrace, inputs: list[torch.Tensor], scalars: list[Any]) -> list[Any]:
+    ways = ByOperators()
+    ways.run(trace, [value.clone() for value in inputs], scalars)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchlazy.lazy.run.straight_line.run_entries", None)
+        return ways.run(trace, inputs, scalars)
 
 
 def _training(steps: int = 3) -> None:
@@ -79,8 +97,8 @@ def test_new_state_takes_the_place_of_the_old_while_the_step_goes_on(monkeypatch
     assert max(held) <= 7.1 * parameters < apart, [h / parameters for h in (max(held), apart)]
 
 
-def test_a_value_that_is_read_later_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run() -> torch.Tensor:
+def test_a_value_that_is_read_later_is_not_overwritten(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    def program() -> torch.Tensor:
         w = torch.arange(6.0).to("lazy")
         torchlazy.sync()
         seen = w.view(2, 3) + 1
@@ -88,7 +106,7 @@ def test_a_value_that_is_read_later_is_not_overwritten(monkeypatch: pytest.Monke
         torchlazy.sync()
         return seen
 
-    trace, (w,), scalars = _last_cut(monkeypatch, run)
+    trace, (w,), scalars = _last_cut(monkeypatch, program)
     assert trace.donations
     ops = [str(entry.op) for entry in trace.entries]
     mul = next(entry for entry in trace.entries if "mul" in str(entry.op))
@@ -99,7 +117,7 @@ def test_a_value_that_is_read_later_is_not_overwritten(monkeypatch: pytest.Monke
     for order in (trace, late):
         want = interpreter.run_entries(replace(order, donations=()), [w.clone()], scalars)
         mine = w.clone()
-        found = interpreter.run_entries(order, [mine], scalars)
+        found = run(order, [mine], scalars)
         torch.testing.assert_close(found, want, rtol=0, atol=0)
         ((output, _),) = trace.donations
         assert found[output] is mine or found[output].data_ptr() == mine.data_ptr()
@@ -124,3 +142,34 @@ def test_nothing_of_a_run_waits_for_the_collector(monkeypatch: pytest.MonkeyPatc
         assert refs and all(ref() is None or id(ref()) in kept for ref in refs)
     finally:
         gc.enable()
+
+
+class _Held(TorchDispatchMode):
+    """The most bytes that values of a run take at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._made += [weakref.ref(value) for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        alive = [value.untyped_storage() for ref in self._made if (value := ref()) is not None]
+        self.most = max(self.most, sum({found._cdata: found.nbytes() for found in alive}.values()))
+        return result
+
+
+def test_a_step_that_comes_again_holds_what_it_held_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, memory, scalars = _last_cut(monkeypatch, _training)
+    want = interpreter.run_entries(trace, [value.clone() for value in memory], scalars)
+    ways, most = ByOperators(), []
+    for _ in range(3):
+        given = [value.clone() for value in memory]
+        with _Held() as held:
+            found = ways.run(trace, given[:], scalars)
+        torch.testing.assert_close(found, want, rtol=0, atol=0)
+        for output, at in trace.donations:
+            assert found[output].data_ptr() == given[at].data_ptr()
+        most.append(held.most)
+    assert most[0] > 0 and most[1] <= most[0] and most[2] <= most[0], most

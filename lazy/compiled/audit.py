@@ -3,7 +3,8 @@
 Guards see what the code names. They do not see the clock, files, Python's random numbers, or state behind objects of
 libraries. Audits catch a call that depends on these, not at once but soon: the 1st, 2nd, 4th, 8th, ... replay is
 audited, and every 1000th from then on. From the third audit on no more of the time is spent on them than a tenth, from
-the 1000th replay on a fiftieth: an audit of a large model takes as long as hundreds of its replays.
+the 1000th replay on a fiftieth: an audit of a large model takes as long as hundreds of its replays. The second one waits
+likewise where the first took half a second or more.
 
 Invariant: an audited call does what the call itself does; it runs its Python, recorded, and is only compared.
 """
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from torchlazy.lazy.config import config
 
 _LONGEST = 1000  # replays between audits
-_FIRST = 2  # replays that are audited whatever it costs: what is never the same twice shows at once
+_FIRST = 2  # replays that are audited at once, if that is quick: what is never the same twice shows
+_QUICK = 0.5  # seconds
 SHARE, LATER_SHARE = 10, 50  # times as long as the last audit took
 
 
@@ -42,7 +44,8 @@ class AuditSchedule:
             return True
         if self.replays < self.next_audit:
             return False
-        if self.replays > _FIRST and (wait := self._wait()):
+        is_at_once = self.replays <= _FIRST and self.seconds < _QUICK
+        if not is_at_once and (wait := self._wait()):
             self.next_audit = self.replays + wait
             return False
         self.next_audit = self.replays + min(self.replays, _LONGEST)

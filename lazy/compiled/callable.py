@@ -39,7 +39,7 @@ from torchlazy.lazy.compiled.module import (
     name_of_decorated,
     original_of,
 )
-from torchlazy.lazy.compiled.ordinary import OrdinaryCalls, in_ordinary_tensors
+from torchlazy.lazy.compiled.ordinary import OrdinaryCalls, in_ordinary_tensors, optimizer_to_begin
 from torchlazy.lazy.compiled.policy import CallNotes, CaptureWorth, VaryingNumbers, never_replayed
 from torchlazy.lazy.compiled.replay.handle import ProgramHandle
 from torchlazy.lazy.compiled.replay.replay import CheckFailed, Replay
@@ -98,7 +98,7 @@ class CompiledCallable:
         self._alarm = ""
         self._evictions = 0
         self._orders = GradientOrders(function, self._label, self._forget_and_note)
-        self._writes_views = False
+        self._writes_views = self._has_begun = False
         self._graphs = GraphRooms()
         self._slots: set[str] = set()  # names of places whose values calls replace: slots
         self._appended: set[str] = set()  # names of lists that calls only append to
@@ -225,6 +225,8 @@ class CompiledCallable:
                 again = signature.comes_again()
                 if not again:
                     return _NOT_SERVED
+            if audited is None and self._begins_optimizer(leaves):
+                return IN_EAGER if self._alike.runs_in_eager(given) else _NOT_SERVED
             if audited is not None or (self._worth.pause.is_over() and signature.pause.is_over()):
                 passed = Passed(args, kwargs, structure, tuple(given), tuple(leaves), self._kinds.opens)
                 with exclusive(recorder):
@@ -272,6 +274,17 @@ class CompiledCallable:
             return None
         self._note("ran its Python at sizes that came once: a template for them takes longer than it saves")
         return IN_EAGER if has_graph else _NOT_SERVED
+
+    def _begins_optimizer(self, leaves: list[Any]) -> bool:
+        """Whether this is the first call of a step whose optimizer has no state yet: it is to run its Python. Captured,
+        it could not be replayed, as later calls find the state that it makes."""
+        if self._has_begun or self.settings.fullgraph:
+            return False
+        self._has_begun = True
+        if optimizer_to_begin(self._function, leaves) is None:
+            return False
+        self._note("ran its Python at first: its optimizer has no state yet")
+        return True
 
     def _is_intercepted(self) -> bool:
         if why := why_intercepted():

@@ -100,7 +100,8 @@ class InlineCache:
         """Why the last call is not replayed in C++; empty where it is."""
         return next((entry.in_python for entry in self._entries), "")
 
-    def _runs_in_eager(self, leaves: Sequence[Any]) -> bool:
+    def runs_in_eager(self, leaves: Sequence[Any]) -> bool:
+        """Whether the Python of a call with these arguments may run unrecorded."""
         return self._ordinary.holds(leaves) and not self._ordinary.are_on_lazy(leaves, {})
 
     def known(self, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Any) -> RememberedCall | None:
@@ -200,7 +201,7 @@ class InlineCache:
         if alike is None or len(self._entries) >= _MOST_ENTRIES:
             self._patience = min(2 * self._patience, _LONGEST_PATIENCE)
         if alike is not None:
-            entry = _Entry(alike, race=Race() if _may_race(variant) and self._runs_in_eager(given) else None)
+            entry = _Entry(alike, race=Race() if _may_race(variant) and self.runs_in_eager(given) else None)
             entry.look_for_native()
             self._entries = [entry, *entries[: _MOST_ENTRIES - 1]]
 

@@ -108,6 +108,20 @@ def _is_on_device(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, LazyTensor) and tensor._geometry.device == LAZY
 
 
+def optimizer_to_begin(function: Callable[..., Any], leaves: Sequence[Any]) -> torch.optim.Optimizer | None:
+    """An optimizer without any state yet among what the callable is given and names, and the attributes of that."""
+    for value in (*leaves, *_named_by(function)):
+        for found in (value, *getattr(value, "__dict__", {}).values()):
+            if isinstance(found, torch.optim.Optimizer) and not found.state and _keeps_state(found):
+                return found
+    return None
+
+
+def _keeps_state(optimizer: torch.optim.Optimizer) -> bool:
+    has_momentum = any(group.get("momentum", 0) for group in optimizer.param_groups)
+    return has_momentum or type(optimizer) is not torch.optim.SGD
+
+
 def _firsts_of(function: Callable[..., Any], leaves: Sequence[Any]) -> list[torch.Tensor]:
     """The arguments and the tensors that the callable names, the first parameter of each module for it."""
     named = [leaf for leaf in leaves if isinstance(leaf, (_TENSOR, torch.nn.Module))]

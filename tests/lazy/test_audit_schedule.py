@@ -46,11 +46,15 @@ def test_cheap_audits_are_by_number(clock: Clock) -> None:
 
 
 def test_dear_ones_take_a_tenth_of_the_time(clock: Clock) -> None:
-    assert clock.audits(AuditSchedule(), 900, 0.01, 1.0) == [1, 2]  # these two whatever they cost
+    assert clock.audits(AuditSchedule(), 900, 0.01, 1.0) == [1]
     begun, schedule = clock.now, AuditSchedule()
     found = clock.audits(schedule, 1000, 0.1, 1.0)
     assert 5 <= len(found) <= 2 + (clock.now - begun) / 10
-    assert found[2:] == pytest.approx([102, 204, 408, 816], rel=0.02)
+    assert found == pytest.approx([1, 103, 206, 412, 824], rel=0.02)
+
+
+def test_the_second_one_is_at_once_where_the_first_was_quick(clock: Clock) -> None:
+    assert clock.audits(AuditSchedule(), 90, 0.1, 0.4) == [1, 2, 44, 88]
 
 
 def test_later_ones_take_a_fiftieth(clock: Clock) -> None:

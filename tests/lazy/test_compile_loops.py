@@ -75,7 +75,7 @@ def cosine_by_hand(device, compiled):
     return lambda i: run(i, *batch(device, i)), lambda: list(model.parameters())
 
 
-@loop(3)
+@loop(4)
 def losses_logged_now_and_then(device, compiled):
     model = net(device)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -224,7 +224,7 @@ def test_loop(name, device):
             else:
                 assert type(left) is type(right) and left == pytest.approx(right), i
     report = run.report()
-    assert not report.alarm and report.captures <= captures and report.verified == 0, report
+    assert not report.alarm and report.captures <= captures and report.verified <= 1, report
     assert counts[SETTLED] == counts[-1], report
 
 
@@ -248,7 +248,7 @@ def test_a_line_printed_now_and_then_costs_its_own_steps_only(device, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == [f"step {i}" for i in range(0, 31, 6)]
     report = run.report()
-    assert report.verified == 0 and report.captures <= 8 and not report.alarm, report
+    assert report.verified <= 1 and report.captures <= 8 and not report.alarm, report
 
 
 def test_an_int_that_shapes_depend_on_is_known_by_its_value():

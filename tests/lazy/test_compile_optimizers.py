@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -380,3 +381,48 @@ def test_counts_of_an_optimizer_are_one_call() -> None:
     names = [event.name for event in found.events()]
     assert names.count("aten::_foreach_add_") == 3, "the first count is read in between, and adds by itself"
     assert {float(state["step"]) for state in optimizer.state.values()} == {11.0}
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+@pytest.mark.parametrize("named", ["closure", "attribute", "argument"])
+def test_a_step_that_makes_its_optimizers_state_is_not_captured(named, device):
+    def play(compiled):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 3).to(device)
+        trainer = types.SimpleNamespace(optimizer=torch.optim.Adam(model.parameters()), model=model)
+        step = _step_of(named, trainer)
+        given = (trainer.optimizer,) if named == "argument" else ()
+        run = torchlazy.compile(step) if compiled else step
+        losses = [run(torch.ones(2, 4, device=device), *given).cpu() for _ in range(5)]
+        return losses, run.report() if compiled else None
+
+    losses, report = play(compiled=True)
+    torch.testing.assert_close(losses, play(compiled=False)[0])
+    assert (report.captures, report.verified) == (1, 1), report
+    assert any("no state yet" in reason for reason in report.reasons), report
+
+
+def _step_of(named, trainer):
+    def train(model, optimizer, x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    model, optimizer = trainer.model, trainer.optimizer
+    if named == "closure":
+        return lambda x: train(model, optimizer, x)
+    if named == "argument":
+        return lambda x, given: train(model, given, x)
+    return lambda x: train(trainer.model, trainer.optimizer, x)
+
+
+def test_an_optimizer_that_never_has_state_is_captured_at_once():
+    model = torch.nn.Linear(4, 3)
+    run = torchlazy.compile(
+        _step_of("closure", types.SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)))
+    )
+    for _ in range(3):
+        run(torch.ones(2, 4))
+    assert run.report().verified == 0, run.report()

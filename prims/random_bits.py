@@ -6,28 +6,64 @@ Element i of the result is word 0 of Philox4x32-10 with key = (low, high 32 bits
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torchlazy.prims.philox import LOW as _LOW
 from torchlazy.prims.philox import MULTIPLIERS, ROUNDS, WEYL, philox, words
 
+# For torch's jiterator, which compiles it once for a GPU and keeps it on disk. Numbers come in the type of the tensor.
+_CODE = f"""
+template <typename T> T random_bits(T index, T low, T high, T stream) {{
+  unsigned int c0 = (unsigned long long)index, c1 = (unsigned long long)index >> 32, c2 = stream, c3 = 0;
+  unsigned int k0 = low, k1 = high;
+  for (int round = 0; round < {ROUNDS}; ++round) {{
+    const unsigned long long p0 = {MULTIPLIERS[0]}ull * c0, p1 = {MULTIPLIERS[1]}ull * c2;
+    c0 = (unsigned int)(p1 >> 32) ^ c1 ^ k0;
+    c1 = (unsigned int)p1;
+    c2 = (unsigned int)(p0 >> 32) ^ c3 ^ k1;
+    c3 = (unsigned int)p0;
+    k0 += {WEYL[0]}u;
+    k1 += {WEYL[1]}u;
+  }}
+  return (int)c0;
+}}
+"""
+
+
+@functools.cache
+def _kernel() -> Callable[..., torch.Tensor]:
+    from torch.cuda.jiterator import _create_jit_fn  # documented, as a beta; its name has the underscore there too
+
+    return _create_jit_fn(_CODE, low=0, high=0, stream=0)  # type: ignore[no-any-return]
+
 
 def _block_on_device(shape: Sequence[int], seed: int, stream: int, device: torch.device) -> torch.Tensor:
-    """The same with torch operations, for accelerators: 32-bit words in int64, whose products keep 64 bits."""
+    """The same on an accelerator: by one kernel, or without a compiler for it by some 130 torch operations."""
     count = 1
     for size in shape:
         count *= size
     index = torch.arange(count, dtype=torch.int64, device=device)
+    low, high = int(seed) & _LOW, (int(seed) >> 32) & _LOW
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError, ImportError):
+            return _kernel()(index, low=low, high=high, stream=int(stream)).to(torch.int32).reshape(tuple(shape))
+    return by_torch_operations(index, low, high, int(stream)).reshape(tuple(shape))
+
+
+def by_torch_operations(index: torch.Tensor, low: int, high: int, stream: int) -> torch.Tensor:
+    """The bits of these elements, for the key's two words: 32-bit words in int64, whose products keep 64 bits."""
     # The last two words of the counter are equal for all elements, and stay numbers for a round.
-    c0, c1, c2, c3 = index & _LOW, index >> 32, int(stream) & _LOW, 0
-    k0, k1 = int(seed) & _LOW, (int(seed) >> 32) & _LOW
+    c0, c1, c2, c3 = index & _LOW, index >> 32, stream & _LOW, 0
+    k0, k1 = low, high
     for _ in range(ROUNDS):
         (h0, l0), (h1, l1) = _wide_product(c0, MULTIPLIERS[0]), _wide_product(c2, MULTIPLIERS[1])
         c0, c1, c2, c3 = c1 ^ (h1 ^ k0), l1, h0 ^ (c3 ^ k1), l0
         k0, k1 = (k0 + WEYL[0]) & _LOW, (k1 + WEYL[1]) & _LOW
-    return torch.where(c0 >= 1 << 31, c0 - (1 << 32), c0).to(torch.int32).reshape(tuple(shape))
+    return torch.where(c0 >= 1 << 31, c0 - (1 << 32), c0).to(torch.int32)
 
 
 def _wide_product(x: Any, m: int) -> tuple[Any, Any]:

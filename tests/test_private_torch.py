@@ -30,6 +30,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "lazy/inspect/flops/trace.py",
     ),
     "torch._check": ("lazy/export/module.py",),
+    "torch.cuda.jiterator._create_jit_fn": ("prims/random_bits.py",),  # a documented beta
     "torch._register_device_module": ("lazy/device/device.py",),
     "torch._subclasses.fake_tensor.FakeTensorMode": ("lazy/deferred.py", "prims/meta_infer.py"),
     # Code of ours that runs in the middle of another's: no mode and no subclass of theirs may see its operators.

@@ -3,7 +3,7 @@
 Guards see what the code names. They do not see the clock, files, Python's random numbers, or state behind objects of
 libraries. Audits catch a call that depends on these, not at once but soon: the 1st, 2nd, 4th, 8th, ... replay is
 audited, and every 1000th from then on. From the third audit on no more of the time is spent on them than a tenth, from
-the 1000th replay on a fiftieth: an audit of a large model takes as long as hundreds of its replays. The second one waits
+the 1000th replay on a fiftieth: an audit of a large model takes as long as hundreds of its replays. The second waits
 likewise where the first took half a second or more.
 
 Invariant: an audited call does what the call itself does; it runs its Python, recorded, and is only compared.

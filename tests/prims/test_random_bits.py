@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import pytest
 import torch
 from torchlazy.prims import ops
 from torchlazy.prims.philox import _fill, words
-from torchlazy.prims.random_bits import _block_on_device, philox, philox_reference
+from torchlazy.prims.random_bits import _block_on_device, _kernel, by_torch_operations, philox, philox_reference
 
 FULL = 0xFFFFFFFF
 
@@ -54,6 +55,23 @@ def test_every_way_of_dividing_the_work_gives_the_same_bits(monkeypatch) -> None
     on_device = _block_on_device((n,), 0x1234567890ABCDEF, 3, torch.device("cpu"))
     assert (on_device.numpy() == whole).all()
     assert words(1, 2, 0).shape == (0,)
+
+
+@pytest.mark.gpu
+def test_the_kernel_of_a_gpu_gives_the_same_bits() -> None:
+    for seed, stream in ((0, 0), (-1, 7), (0x123456789ABCDEF, 3), (2**63 - 1, 2**31 - 1)):
+        found = torch.ops.torchlazy.random_bits([1001, 77], seed, stream, device="cuda")
+        assert (found.flatten().cpu().numpy() == philox_reference(seed, stream, 77077)).all()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.ops.torchlazy.random_bits([64], 3, 0, device="cuda")
+    assert len(profile.events()) < 20  # no operator of its own for each step of each round
+
+
+@pytest.mark.gpu
+def test_counters_beyond_32_bits_on_a_gpu() -> None:
+    index = torch.arange((1 << 32) - 5, (1 << 32) + 5, device="cuda")
+    key = {"low": 9, "high": FULL, "stream": 4}
+    assert torch.equal(_kernel()(index, **key).to(torch.int32), by_torch_operations(index, *key.values()))
 
 
 def test_counters_beyond_32_bits() -> None:

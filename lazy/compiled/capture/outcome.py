@@ -40,7 +40,7 @@ from torchlazy.lazy.numbers.tracked import node_of
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor
 from torchlazy.lazy.torch_private.autograd_layout import set_versions
-from torchlazy.lazy.torch_private.dispatch import any_autocast, flatten_tree, unflatten_tree
+from torchlazy.lazy.torch_private.dispatch import any_autocast, flatten_tree, memory_key, unflatten_tree
 from torchlazy.lazy.torch_private.distributed import part_of, whole_of
 from torchlazy.lazy.trace.geometry import Geometry, is_dense
 from torchlazy.lazy.trace.storage import LazyStorage
@@ -78,6 +78,7 @@ class Outcome:
         self._numbers: dict[int, int] = {}  # of tensors, by identity
         self._gave_windows = False
         self._bases: dict[int, t.Result] | None = None
+        self._by_memory: dict[int, list[torch.Tensor]] | None = None
         self._windows = {id(window.copy): window.given for window in (*capture.windows, *capture.taken)}
         self._on_copies: list[LazyTensor] = []  # given away with their graphs, perhaps on memory of copies
         self._plain: dict[int, torch.Tensor] = {}  # ordinary tensors for lazy ones, by identity
@@ -176,6 +177,16 @@ class Outcome:
     def _outside(self) -> list[Any]:
         return [*self.call.leaves, *(x for x, _ in self.reached.tensors.values())]
 
+    def _outside_on(self, real: torch.Tensor) -> Sequence[Any]:
+        """Those of them that are ordinary tensors on this memory, which they do not leave while the call ends."""
+        if self._by_memory is None:
+            self._by_memory = {}
+            for tensor in self._outside():
+                if isinstance(tensor, torch.Tensor) and not isinstance(tensor, LazyTensor) and is_dense(tensor):
+                    with suppress(RuntimeError):  # a subclass without memory of its own
+                        self._by_memory.setdefault(memory_key(tensor), []).append(tensor)
+        return self._by_memory.get(memory_key(real), ())
+
     def _base_of(self, tensor: LazyTensor) -> t.Result | None:
         """What the tensor is a view of: an argument, state, or what the call gives back another view of."""
         base = tensor._base if tensor._is_view() else None
@@ -230,7 +241,7 @@ class Outcome:
                 found = self._of_window(leaf)
             if found is None:
                 real = self.recorder.hand_out(leaf, "result of a compiled call")
-                found = self._plain[id(leaf)] = plain_result(leaf, real, self._plainly, self._outside())
+                found = self._plain[id(leaf)] = plain_result(leaf, real, self._plainly, self._outside_on(real))
                 if DEVICE.is_marked(leaf):
                     DEVICE.mark(found)
             return found
@@ -398,6 +409,7 @@ class Outcome:
                     set_versions([found], [tensor._version])
                 with suppress(RuntimeError):  # a weak reference to it
                     torch.utils.swap_tensors(tensor, found)
+                    self._by_memory = self._by_memory if is_new else None
 
     # ---------------------------------------------------------------- what else is alive
 

@@ -36,9 +36,8 @@ template <typename T> T random_bits(T index, T low, T high, T stream) {{
 
 @functools.cache
 def _kernel() -> Callable[..., torch.Tensor]:
-    from torch.cuda.jiterator import _create_jit_fn  # documented, as a beta; its name has the underscore there too
-
-    return _create_jit_fn(_CODE, low=0, high=0, stream=0)  # type: ignore[no-any-return]
+    # Documented, as a beta; its name has the underscore there too.
+    return torch.cuda.jiterator._create_jit_fn(_CODE, low=0, high=0, stream=0)  # type: ignore[no-any-return]
 
 
 def _block_on_device(shape: Sequence[int], seed: int, stream: int, device: torch.device) -> torch.Tensor:
@@ -49,7 +48,7 @@ def _block_on_device(shape: Sequence[int], seed: int, stream: int, device: torch
     index = torch.arange(count, dtype=torch.int64, device=device)
     low, high = int(seed) & _LOW, (int(seed) >> 32) & _LOW
     if device.type == "cuda":
-        with contextlib.suppress(RuntimeError, ImportError):
+        with contextlib.suppress(RuntimeError):
             return _kernel()(index, low=low, high=high, stream=int(stream)).to(torch.int32).reshape(tuple(shape))
     return by_torch_operations(index, low, high, int(stream)).reshape(tuple(shape))
 

@@ -54,7 +54,7 @@ def test_training(what, where, arguments):
     found, run = train(what, where, arguments)
     assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
     report = run.report()
-    assert report.replays >= 2 and report.replays + report.audits >= 5 and not report.verified, report
+    assert report.replays >= 2 and report.replays + report.audits >= 5 and report.verified <= 1, report
     assert not report.alarm
 
 

@@ -259,7 +259,7 @@ def test_program(name):
     if (
         name != "transforms_inside"
     ):  # forward derivatives ask for the sizes of storages, which are made for that at once
-        assert report.replays == TURNS - report.captures, report
+        assert report.replays == TURNS - report.captures - report.verified and report.verified <= 1, report
 
 
 def _turn_deque(held, x):

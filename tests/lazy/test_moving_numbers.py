@@ -247,7 +247,7 @@ def test_nothing_is_compiled_after_the_first_values(name: str, way: str) -> None
     assert not any(compiles[first:]), compiles
     if way.startswith("compile"):
         report = run.report()
-        assert report.captures <= 4 and report.verified == 0 and report.replays >= 2, str(report)
+        assert report.captures <= 4 and report.verified <= (first == 4) and report.replays >= 2, str(report)
 
 
 @pytest.mark.parametrize("device", ["cpu", "lazy"])

@@ -68,10 +68,10 @@ def test_moving_numbers(number: str, device: str, mode: str) -> None:
     wanted, _, _ = _train(number, "cpu", None)
     found, run, compiles = _train(number, device, mode)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
-    assert compiles <= 2
+    assert compiles <= 2 + (device == "lazy")  # there the first call, in Python, is a program, too
     report = run.report()
     if number == "clipped norm":  # clip_grad_norm_ turns its argument into a plain float: each norm is a capture
         return
-    assert report.captures <= 3 and report.variants <= 2 and not report.verified and not report.alarm, str(report)
+    assert report.captures <= 3 and report.variants <= 2 and report.verified <= 1 and not report.alarm, str(report)
     # The first step makes the optimizer's state; a number of a setting is followed once it has moved.
-    assert report.captures + report.replays + report.audits == STEPS
+    assert report.captures + report.replays + report.audits + report.verified == STEPS

@@ -1,9 +1,9 @@
 """`torchlazy.compile(model, quantize="int8-dynamic")`: linear layers in int8 on the CPU, for inference.
 
 A layer's weight is kept in int8 with one scale for each row; its input is quantized as it comes, with one scale for
-the whole tensor: y = (round(x / s) @ W8.T) * s * w + b, with s = max|x| / 127 and w = max|W| / 127 by rows. The product
-is oneDNN's (`onednn::qlinear_pointwise`), from weights that are packed once; what quantizes the input is a part of our
-programs.
+the whole tensor: y = (round(x / s) @ W8.T) * s * w + b, with s = max|x| / 127 and w = max|W| / 127 by rows (/ 63
+on CPUs without VNNI). The product is oneDNN's (`onednn::qlinear_pointwise`), from weights that are packed once; what
+quantizes the input is a part of our programs.
 
 Invariant: the caller's model is not changed: its layers' copies share their parameters and hooks. Before each call the
 weights that were written to or replaced since are quantized again.
@@ -18,7 +18,7 @@ import torch
 from torchlazy.lazy.compiled.callable import CompiledCallable
 from torchlazy.lazy.compiled.front_door import CompileSettings
 from torchlazy.lazy.compiled.module import compiled_module, original_of
-from torchlazy.lazy.ops.int8_linear import pack
+from torchlazy.lazy.ops.int8_linear import pack, weight_limit
 
 LEAST = 1 << 19  # elements of a weight: of fewer a few rows take longer in int8 (30 us at least) than in float32
 _MOST = 127.0
@@ -69,8 +69,9 @@ class Int8Linear(torch.nn.Linear):
             return
         with torch.no_grad():
             rows = self._rows().detach().float()
-            scales = (rows.abs().amax(1) / _MOST).clamp(min=_TINY)
-            self.int8.copy_((rows / scales[:, None]).round().clamp(-_MOST, _MOST))
+            most = weight_limit()
+            scales = (rows.abs().amax(1) / most).clamp(min=_TINY)
+            self.int8.copy_((rows / scales[:, None]).round().clamp(-most, most))
             self.scales.copy_(scales)
         pack(self.int8)
         self.seen = now

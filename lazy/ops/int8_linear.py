@@ -8,6 +8,7 @@ Invariant: what is packed is what the weight held when `pack` was called last; w
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -57,4 +58,14 @@ def pack(weight: torch.Tensor) -> _Packed:
     return found
 
 
-__all__ = ["pack"]
+@functools.cache
+def weight_limit() -> int:
+    """The largest value of a weight in int8, with either sign: 127, or 63 on this CPU. Without VNNI oneDNN adds the
+    products of two pairs in 16 bits: with larger weights these sums would be cut off, and results far off."""
+    most = 127
+    rows, weight = torch.full((8, 256), most, dtype=torch.int8), torch.full((64, 256), most, dtype=torch.int8)
+    found = _int8_linear(rows, torch.ones(()), weight, torch.ones(64), None, torch.float32)
+    return most if bool((found == float(most * most * 256)).all()) else 63
+
+
+__all__ = ["pack", "weight_limit"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torchlazy
 from torch import nn
+from torchlazy.lazy.ops.int8_linear import weight_limit
 
 WIDTH = 768
 pytestmark = pytest.mark.usefixtures("operator_by_operator")
@@ -39,7 +40,7 @@ def _compiled(model: Any, **settings: Any) -> Any:
 
 
 def _by_formula(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    scale, scales = x.abs().max() / 127, weight.abs().amax(1) / 127
+    scale, scales = x.abs().max() / 127, weight.abs().amax(1) / weight_limit()
     rounded, rows = (x / scale).round().double(), (weight / scales[:, None]).round().double()
     found = rounded @ rows.t() * scale * scales
     return (found if bias is None else found + bias).float()
@@ -139,3 +140,13 @@ def test_what_is_refused() -> None:
         torchlazy.compile(_model(), quantize="int4")
     with pytest.raises(ValueError, match=r"\.cpu\(\)"):
         _compiled(_model().to("lazy"))
+
+
+def test_products_of_the_largest_values_are_exact() -> None:
+    """What this CPU cannot add up in int8 is not asked of it."""
+    signs = torch.where(torch.arange(256) % 3 == 0, -1, 1)
+    rows = (signs * 127).to(torch.int8).expand(8, 256).contiguous()
+    weight = (signs * weight_limit()).to(torch.int8).expand(64, 256).contiguous()
+    for x in (rows, -rows, rows.abs()):
+        found = torch.ops.torchlazy.int8_linear(x, torch.ones(()), weight, torch.ones(64), None, torch.float32)
+        torch.testing.assert_close(found, x.float() @ weight.float().t(), rtol=0, atol=0)

@@ -111,6 +111,8 @@ def _is_on_device(tensor: torch.Tensor) -> bool:
 def optimizer_to_begin(function: Callable[..., Any], leaves: Sequence[Any]) -> torch.optim.Optimizer | None:
     """An optimizer without any state yet among what the callable is given and names, and the attributes of that."""
     for value in (*leaves, *_named_by(function)):
+        if type(value) in weakref.ProxyTypes:  # it may be dead
+            continue
         for found in (value, *getattr(value, "__dict__", {}).values()):
             if isinstance(found, torch.optim.Optimizer) and not found.state and _keeps_state(found):
                 return found

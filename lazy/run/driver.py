@@ -22,6 +22,7 @@ from torchlazy.lazy.run.programs import KnownTrace, Tiers
 from torchlazy.lazy.run.segments.device import CutHalves
 from torchlazy.lazy.run.segments.programs import HalfFailed
 from torchlazy.lazy.run.segments.watch import same_trace
+from torchlazy.lazy.run.straight_line import ByOperators
 from torchlazy.lazy.torch_private.dispatch import below_autograd
 from torchlazy.lazy.trace.diff import Divergence, SeenTraces
 from torchlazy.lazy.trace.to_fx import needed_entries
@@ -105,6 +106,7 @@ class Driver:
         with below_autograd():
             if known.compiled is None:
                 inputs = [weakref.ref(value) for value in memory] if trace.writes else []
+                known.by_operators = known.by_operators or ByOperators()
                 values = values_left(trace, known.by_operators.run(trace, memory, scalars), inputs, scalars)
                 metrics.extern_calls.update(str(trace.entries[i].op) for i in needed_entries(trace))
             elif self.shadow is not None:
@@ -112,6 +114,8 @@ class Driver:
             else:
                 values = run_compiled(known.compiled, trace, memory, scalars)
         self.last_compiled = known.compiled
+        if known.compiled is not None:
+            known.by_operators = None
         if self.listeners or config.debug:
             seconds = time.perf_counter() - start
             event = CutEvent(self._cuts, cause, frame, trace, outcome, known.compiled, seconds, divergence)

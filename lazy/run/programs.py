@@ -14,7 +14,7 @@ import os
 import time
 import warnings
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,7 @@ class KnownTrace:
     signature: Signature | None = None
     waits: bool = False  # for a template planned from other traces, which may not serve it
     stored: Load | None = None  # its program is being looked for on disk
-    by_operators: ByOperators = field(default_factory=ByOperators)  # what runs it without a program
+    by_operators: ByOperators | None = None  # what runs it without a program
 
     @property
     def is_awaited(self) -> bool:

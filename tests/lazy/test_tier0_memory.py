@@ -144,6 +144,35 @@ def test_nothing_of_a_run_waits_for_the_collector(monkeypatch: pytest.MonkeyPatc
         gc.enable()
 
 
+def test_inputs_on_one_memory_are_each_read_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program() -> torch.Tensor:
+        w, other = torch.arange(6.0).to("lazy"), torch.arange(6.0).to("lazy")
+        torchlazy.sync()
+        w.mul_(2)
+        other = other + 1
+        torchlazy.sync()
+        return w + other
+
+    cuts: list[Cut] = []
+    run_once = interpreter.run_entries
+
+    def driver(trace: CutTrace, memory: list[torch.Tensor], scalars: list[Any], *_: Any) -> list[Any]:
+        cuts.append((trace, [value.clone() for value in memory], list(scalars)))
+        return run_once(trace, memory, scalars)
+
+    monkeypatch.setattr(recorder, "driver", driver)
+    program().tolist()
+    trace, memory, scalars = next(cut for cut in cuts if cut[0].donations and len(cut[1]) == 2)
+    ways = ByOperators()
+    for _ in range(3):
+        ways.run(trace, [value.clone() for value in memory], scalars)
+    ((_, at),) = trace.donations
+    shared = memory[at].clone()
+    given = [shared if number == at else shared.view(-1) for number in range(2)]
+    want = interpreter.run_entries(trace, [value.clone() for value in given], scalars)
+    torch.testing.assert_close(ways.run(trace, given, scalars), want, rtol=0, atol=0)
+
+
 class _Held(TorchDispatchMode):
     """The most bytes that values of a run take at once."""
 

@@ -58,6 +58,7 @@ def test_every_way_of_dividing_the_work_gives_the_same_bits(monkeypatch) -> None
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_the_kernel_of_a_gpu_gives_the_same_bits() -> None:
     for seed, stream in ((0, 0), (-1, 7), (0x123456789ABCDEF, 3), (2**63 - 1, 2**31 - 1)):
         found = torch.ops.torchlazy.random_bits([1001, 77], seed, stream, device="cuda")
@@ -68,6 +69,7 @@ def test_the_kernel_of_a_gpu_gives_the_same_bits() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_counters_beyond_32_bits_on_a_gpu() -> None:
     index = torch.arange((1 << 32) - 5, (1 << 32) + 5, device="cuda")
     key = {"low": 9, "high": FULL, "stream": 4}

@@ -6,7 +6,7 @@ states; what failed is the error itself, and outputs that do not depend on it st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,13 +118,12 @@ def _run(
             continue
         args: list[Any] | None
         try:
-            args = [_value_of(a, values, scalars) for a in entry.args]
-            if entry.op in BY_ADDRESS or entry.op in BY_STRIDES:
-                geom = trace.geometries[entry.args[0].number]
-                if entry.op in BY_ADDRESS or args[0].stride() != geom.strides:
-                    args[0] = laid_out(args[0], geom)
+            args = [value_of(a, values, scalars) for a in entry.args]
+            lays_out = LAYS_OUT.get(entry.op)
+            if lays_out is not None:
+                args[0] = lays_out(args[0], trace.geometries[entry.args[0].number])
             result = CALLED_AS.get(entry.op, entry.op)(
-                *args, **{name: _value_of(v, values, scalars) for name, v in entry.kwargs}
+                *args, **{name: value_of(v, values, scalars) for name, v in entry.kwargs}
             )
         except _Poisoned as poisoned:
             result = poisoned.error
@@ -146,7 +145,7 @@ def _run(
     return failure
 
 
-def _value_of(argument: Any, values: Sequence[Any], scalars: Sequence[Any]) -> Any:
+def value_of(argument: Any, values: Sequence[Any], scalars: Sequence[Any]) -> Any:
     """An argument of an entry as its operator expects it. Not a closure: a recursive closure would be a reference cycle
     that keeps the run's values until the next garbage collection."""
     kind = type(argument)
@@ -156,7 +155,7 @@ def _value_of(argument: Any, values: Sequence[Any], scalars: Sequence[Any]) -> A
             raise _Poisoned(value)
         return value
     if kind is tuple:
-        return [_value_of(item, values, scalars) for item in argument]
+        return [value_of(item, values, scalars) for item in argument]
     if kind is ScalarSlot:
         return scalars[argument.number]
     if kind is Float:
@@ -232,17 +231,27 @@ class _EarlyWrites:
             self._alive[key].add(number)
 
 
-# They index memory from the start of a storage: their operand, a storage's whole value, must have the recorded layout.
-BY_ADDRESS = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
-# These refuse strides that they cannot describe; a kernel may return others than its fake tensor rule stated.
-BY_STRIDES = frozenset({torch.ops.aten.view.default, torch.ops.aten.view.dtype})
-
-
-def laid_out(value: torch.Tensor, geom: Geometry) -> torch.Tensor:
+def _laid_out(value: torch.Tensor, geom: Geometry) -> torch.Tensor:
     """`value` in other memory where an operator returned other strides, or an alias (`_unsafe_view` of a slice)."""
     if value.stride() == geom.strides and value.storage_offset() == 0:
         return value
     return torch.empty_strided(geom.shape, geom.strides, dtype=geom.dtype, device=geom.compute).copy_(value)
+
+
+def _with_strides(value: torch.Tensor, geom: Geometry) -> torch.Tensor:
+    return value if value.stride() == geom.strides else _laid_out(value, geom)
+
+
+LAYS_OUT: Mapping[Any, Callable[[torch.Tensor, Geometry], torch.Tensor]] = {
+    # They index memory from the start of a storage: their operand, a storage's whole value, must have the recorded
+    # layout.
+    torch.ops.aten.as_strided.default: _laid_out,
+    torch.ops.aten.as_strided_scatter.default: _laid_out,
+    # These refuse strides that they cannot describe; a kernel may return others than its fake tensor rule stated.
+    torch.ops.aten.view.default: _with_strides,
+    torch.ops.aten.view.dtype: _with_strides,
+}
+"""What gives an operator's first argument the layout that was recorded, where the operator depends on it."""
 
 
 class _Poisoned(Exception):

@@ -13,19 +13,17 @@ from typing import Any
 
 import torch
 from torchlazy.lazy.run.interpreter import (
-    BY_ADDRESS,
-    BY_STRIDES,
+    LAYS_OUT,
     Frame,
     Move,
     Value,
-    laid_out,
     last_uses,
     run_entries,
     run_rest,
+    value_of,
 )
-from torchlazy.lazy.trace.geometry import Geometry
 from torchlazy.lazy.trace.to_fx import needed_entries
-from torchlazy.lazy.trace.trace import Complex, CutTrace, Entry, Float, ScalarSlot, Slot, operands, slots_in
+from torchlazy.lazy.trace.trace import CutTrace, Entry, ScalarSlot, Slot, operands
 from torchlazy.runtime.program.steps import CALLED_AS
 
 FIRST = 3  # the run for which the text is compiled: most traces have their program soon
@@ -92,7 +90,7 @@ class _Text:
     """The function's lines, and the names that they use. `positions`: by line, the entry that it calls."""
 
     def __init__(self, trace: CutTrace, last_use: Mapping[int, int], moves: Sequence[Move]) -> None:
-        self.names: dict[str, Any] = {"laid_out": laid_out, "with_strides": _with_strides}
+        self.names: dict[str, Any] = {}
         self.positions: list[int | None] = [None]
         self._lines: list[str] = []
         self._constants: dict[int, str] = {}  # by identity, which `names` keeps
@@ -125,9 +123,9 @@ class _Text:
 
     def _call(self, position: int, entry: Entry) -> None:
         args = [self._argument(argument) for argument in entry.args]
-        if entry.op in BY_ADDRESS or entry.op in BY_STRIDES:
-            how = "laid_out" if entry.op in BY_ADDRESS else "with_strides"
-            args[0] = f"{how}({args[0]}, {self._name(self._geometries[entry.args[0].number])})"
+        lays_out = LAYS_OUT.get(entry.op)
+        if lays_out is not None:
+            args[0] = f"{self._name(lays_out)}({args[0]}, {self._name(self._geometries[entry.args[0].number])})"
         args += [f"{name}={self._argument(value)}" for name, value in entry.kwargs]
         called = f"{self._name(CALLED_AS.get(entry.op) or getattr(entry.op, '_op', entry.op))}({', '.join(args)})"
         if type(entry.outputs) is Slot:
@@ -150,10 +148,8 @@ class _Text:
         if kind is ScalarSlot:
             return f"scalars[{value.number}]"
         if kind is tuple:
-            if not slots_in(value) and not _has_scalars(value):
-                return self._name(_constant(value))
             return f"[{', '.join(map(self._argument, value))}]"
-        return repr(value) if kind in (int, bool, type(None)) else self._name(_constant(value))
+        return repr(value) if kind in (int, bool, type(None)) else self._name(value_of(value, (), ()))
 
     def _name(self, value: Any) -> str:
         name = self._constants.get(id(value))
@@ -161,23 +157,6 @@ class _Text:
             name = self._constants[id(value)] = f"c{len(self._constants)}"
             self.names[name] = value
         return name
-
-
-def _has_scalars(value: tuple[Any, ...]) -> bool:
-    return any(type(item) is ScalarSlot or (type(item) is tuple and _has_scalars(item)) for item in value)
-
-
-def _constant(value: Any) -> Any:
-    kind = type(value)
-    if kind is tuple:
-        return list(map(_constant, value))
-    if kind is Float:
-        return value.value
-    return complex(value) if kind is Complex else value
-
-
-def _with_strides(value: torch.Tensor, geom: Geometry) -> torch.Tensor:
-    return value if value.stride() == geom.strides else laid_out(value, geom)
 
 
 __all__ = ["ByOperators"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import cProfile
 import datetime
 import gc
+import io
 import logging
 import os
 import pathlib
@@ -14,6 +15,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter as now_by_another_name
 from typing import Any
 
@@ -87,7 +89,7 @@ def test_what_only_names_them_is_captured(name: str, library: bool, monkeypatch:
 
 def _choose(library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not library:
-        monkeypatch.setattr(moving_answers, "LIBRARY", type("Absent", (), {"module": None}))
+        monkeypatch.setattr(moving_answers, "LIBRARY", type("Absent", (), {"if_kept": staticmethod(lambda: None)}))
     elif LIBRARY.wait() is None:
         pytest.skip("there is no native recorder")
 
@@ -98,6 +100,45 @@ def test_a_profiler_keeps_its_place() -> None:
         assert _captured(lambda: 2, "cpu")[0]
         time.time()
     assert any("time" in str(entry.code) for entry in profiler.getstats())
+
+
+def test_under_a_profiler_the_library_still_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    _choose(True, monkeypatch)
+    with cProfile.Profile():
+        was_replayed, told = _captured(time.time, "cpu")
+    assert not was_replayed
+    assert "changes unseen" in told
+
+
+def test_nothing_is_watched_after_a_capture_or_in_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    _choose(True, monkeypatch)
+    seen: list[Any] = []
+    watch = LIBRARY.module.watch_calls
+    assert watch([time.time, datetime.date.today, io.FileIO.read, open], seen.append)
+    assert not watch([time.time], seen.append)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(time.time).result() > 0
+        assert seen == []
+        assert time.time() > 0
+        assert Stamp.today().year > 2000  # a subclass's
+        with open(FILE, "rb", buffering=0) as file:
+            assert len(file.read(3)) == 3
+        assert [one.__name__ for one in seen] == ["time", "today", "time", "open", "read"]  # in C, too
+    finally:
+        LIBRARY.module.end_watch()
+    assert time.time() > 0
+    assert len(seen) == 5
+
+
+def test_an_error_of_who_is_told_is_raised_where_it_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    _choose(True, monkeypatch)
+    assert LIBRARY.module.watch_calls([time.time], lambda function: 1 / 0)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            time.time()
+    finally:
+        LIBRARY.module.end_watch()
 
 
 def test_an_error_in_the_call_ends_the_watch() -> None:

@@ -1,11 +1,12 @@
 """What answers differently from call to call: clocks, files, random bytes, what an allocator holds.
 
 No guard can tell what they will say, so a captured call that asks one of them is refused: it runs its Python. The
-interpreter tells of each call of a function in C, as it tells profilers; the names in code would not do, since much
-code names `open` and seldom gets there.
+native library leads these functions through its own; without it the interpreter tells of each call of a function in C,
+as it tells profilers, which doubles the time of a capture. The names in code would not do, since much code names `open`
+and seldom gets there.
 
 Invariant: where the answer goes is not looked at, but what libraries ask to their own ends is left out (`_INNER`).
-Under a profiler of Python's (`cProfile`) nothing is seen.
+Without the native library nothing is seen under a profiler of Python's (`cProfile`).
 """
 
 from __future__ import annotations
@@ -84,16 +85,20 @@ def moving_answers(refuse: Callable[[str], None]) -> Iterator[None]:
         if event == "c_call" and function.__name__ in names and _what(function):
             told(function, frame)
 
-    native = LIBRARY.module
-    if native is not None:
-        is_on = native.watch_calls(list(askers), told)
-    elif is_on := sys.getprofile() is None:
-        sys.setprofile(saw)
+    native = LIBRARY.if_kept()
+    if native is None:
+        is_on, end = sys.getprofile() is None, functools.partial(sys.setprofile, None)
+        if is_on:
+            sys.setprofile(saw)
+    else:
+        is_on, end = native.watch_calls(list(askers), told), native.end_watch
+        if not is_on:
+            refuse("another thread is captured at the same time")
     try:
         yield
     finally:
         if is_on:
-            sys.setprofile(None)
+            end()
 
 
 def _what(function: Any) -> str:

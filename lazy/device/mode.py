@@ -85,7 +85,7 @@ def install(recorder: Recorder) -> None:
 
     C code reads such a state by its address (`Generator.set_state`), without an operator.
     """
-    exclude_from_dynamo(_Operators.__torch_dispatch__)
+    exclude_from_dynamo(Operators.__torch_dispatch__)
     load_inside(lambda: without_our_modes() if recorder.mode_depth else contextlib.nullcontext())
     set_state = torch.random.set_rng_state
 
@@ -153,7 +153,7 @@ def _handed_over(recorder: Recorder, tensor: LazyTensor, cause: str) -> torch.Te
     return recorder.hand_out(tensor, cause)
 
 
-class _Operators(TorchDispatchMode):
+class Operators(TorchDispatchMode):
     """Hands every operator to the recorder, ordinary tensors replaced by their twins."""
 
     def __init__(self, recorder: Recorder, of_device: bool) -> None:
@@ -162,7 +162,10 @@ class _Operators(TorchDispatchMode):
         self.of_device = of_device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        return self.answer(func, args, kwargs or {})
+
+    def answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What comes of the operator, with this mode off."""
         if self.recorder.busy or func.namespace == "profiler":
             return func(*args, **kwargs)
         if self.of_device and not self._is_on_device(args, kwargs):
@@ -188,10 +191,10 @@ class _Operators(TorchDispatchMode):
             self._before_others(func, tensors)
             return func(*args, **kwargs)
         below = dispatch_modes()  # torch takes this one off while it runs
-        if not all(isinstance(mode, _Operators) for mode in below):
+        if not all(isinstance(mode, Operators) for mode in below):
             # The others must see the operator, torch's tracers among them: it runs, and what is pending before it. A
             # mode of ours below them records it.
-            if not any(isinstance(mode, _Operators) for mode in below):
+            if not any(isinstance(mode, Operators) for mode in below):
                 cause = f"{func.name().removeprefix('aten::')}: another mode is active"
                 recorder.cut(cause)
                 recorder.rematerialize_pending()
@@ -368,14 +371,14 @@ class RecordedBlock:
 
     def __init__(self, of_device: bool = False) -> None:
         self._of_device = of_device
-        self._open: list[tuple[_Readers, _Operators, int]] = []
+        self._open: list[tuple[_Readers, Operators, int]] = []
 
     def __enter__(self) -> None:
         recorder = self.recorder
         native_before = BLOCKS.suspend("a block that is recorded in Python")
         for hooks in HOOKS:
             hooks.begin(recorder)
-        modes = (_Readers(recorder), _Operators(recorder, self._of_device))
+        modes = (_Readers(recorder), Operators(recorder, self._of_device))
         with recorder.lock:
             recorder.mode_depth += 1
             recorder.has_mode_tensors = True

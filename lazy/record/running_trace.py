@@ -366,7 +366,7 @@ class RunningTrace:
 
     def view_of_plain(self, tensor: torch.Tensor, storage: LazyStorage) -> LazyTensor:
         """The lazy twin of an ordinary tensor: the same geometry over the same storage."""
-        geom = geometry_like(tensor.detach(), tensor.device, str(tensor.device))
+        geom = geometry_like(tensor, tensor.device, str(tensor.device))
         return wrap_view(tensor, storage, geom, None, -1)
 
     def _snapshot(self, live: list[LazyStorage]) -> tuple[CutTrace, list[torch.Tensor], list[Any]]:

@@ -346,6 +346,27 @@ def dispatch_modes() -> list[Any]:
     return [torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack())]
 
 
+def uppermost_mode() -> Any:
+    """The dispatch mode that the next operator comes to; None where there is none.
+
+    Why private: torch has no public view of its mode stacks.
+    """
+    count = torch._C._len_torch_dispatch_stack()
+    return torch._C._get_dispatch_stack_at(count - 1) if count else None
+
+
+def handed_to(mode: Any, answer: Callable[..., Any], *args: Any) -> Any:
+    """`answer(*args)` of the uppermost dispatch mode, which is off meanwhile, as it is when torch calls it.
+
+    Why private: inside a mode the way to the next one leads through the dispatcher, which takes as long as our part.
+    """
+    torch._C._pop_torch_dispatch_stack(None)
+    try:
+        return answer(*args)
+    finally:
+        torch._C._push_on_torch_dispatch_stack(mode)
+
+
 def has_foreign_modes() -> bool:
     """Whether a dispatch or function mode is active that is neither torchlazy's nor a default device.
 

@@ -281,6 +281,8 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
             stored = _stored(restore, slots, leaves)
             _restore(restore, slots, leaves)
             reach = partial(_reached_after, call, reached, capture.refuse)
+            own_reads = stack.enter_context(ExitStack())
+            own_reads.enter_context(torch._C.DisableTorchFunction())  # the program did not ask for these
             after = reach()
             changes = list(before.changes(after, capture.refuse, stored, call.writes))
             guards.keep_results(after.caches)
@@ -293,6 +295,7 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
             raised = moved = versions.raised()
             marks.refuse_changed(capture.refuse)
             refuse_changed_under_autograd(capture, call, edges, graphs)
+            own_reads.close()
             contents = handed.changes()
             kept = [value, [c.value for c in changes], [held for _, held in contents]]
             slot_graphs.refuse_used(capture.refuse, kept)

@@ -51,6 +51,7 @@ from torchlazy.lazy.compiled.template.template import (
     Segment,
     ToHost,
 )
+from torchlazy.lazy.device.mode import Operators
 from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.numbers.expr import Expression, SourceRef, places_in
 from torchlazy.lazy.numbers.tracked import as_tracked, node_of
@@ -58,7 +59,7 @@ from torchlazy.lazy.ops.handlers import CHANGES_THE_TENSOR
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.subclasses import with_own_rules
 from torchlazy.lazy.record.tensor import LazyTensor
-from torchlazy.lazy.torch_private.dispatch import torch_is_tracing
+from torchlazy.lazy.torch_private.dispatch import handed_to, torch_is_tracing, uppermost_mode
 from torchlazy.lazy.torch_private.distributed import any_distributed
 from torchlazy.lazy.trace.geometry import Geometry
 from torchlazy.lazy.trace.op_schema import is_random
@@ -214,6 +215,10 @@ class Capture(OperatorNumbers, TorchDispatchMode):
                 self.generators.draws(generator)
         self._may_run_at_once = op if can_run_again(op) else None
         try:
+            below = uppermost_mode()
+            if type(below) is Operators:
+                found = handed_to(below, below.answer, op, args, kwargs)
+                return found if found is not NotImplemented else op(*args, **kwargs)
             return op(*args, **kwargs)
         except BaseException:  # the code may catch it
             self._ran_at_once, self._entered = "", []

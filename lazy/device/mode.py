@@ -44,6 +44,8 @@ from torchlazy.lazy.trace.geometry import is_dense, kind_of
 from torchlazy.lazy.trace.nested import map_nested
 
 _T = torch.Tensor
+USUAL = frozenset({_T, torch.nn.Parameter, LazyTensor})  # classes without rules of their own, but for ours
+_LEAVES = frozenset({int, float, bool, type(None), torch.dtype})
 
 
 def _methods(*names: str) -> dict[Any, str]:
@@ -185,9 +187,10 @@ class Operators(TorchDispatchMode):
     def _recorded(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         recorder = self.recorder
         tensors = list(_tensors(args, kwargs))
-        if any_distributed(tensors):
+        others = [tensor for tensor in tensors if not _is_usual(tensor)]
+        if others and any_distributed(others):
             return NotImplemented  # torch then runs operators on its local part, which come here
-        if func is _FROM_FILE or (func is _NO_TANGENT and not args[0]) or not _is_ours(tensors, kwargs):
+        if func is _FROM_FILE or (func is _NO_TANGENT and not args[0]) or not _is_ours(tensors, others, kwargs):
             self._before_others(func, tensors)
             return func(*args, **kwargs)
         below = dispatch_modes()  # torch takes this one off while it runs
@@ -212,7 +215,7 @@ class Operators(TorchDispatchMode):
                         recorder.memory_changes(tensor)
                 return result
             other = "pinned tensor" if kwargs.get("pin_memory") else ""
-            other = other or next(filter(None, map(_other_kind, tensors)), "")
+            other = other or next(filter(None, map(_other_kind, others)), "")
             if other:
                 return run_unwrapped(recorder, func, args, kwargs, f"a {other}")
             plan = recorder.plan(func)
@@ -254,8 +257,16 @@ class Operators(TorchDispatchMode):
                     return originals.get(id(value), value)
                 return value
 
-            given = tuple(map_nested(functools.partial(twin, place), value) for place, value in enumerate(args))
-            named = {name: map_nested(functools.partial(twin, name), value) for name, value in kwargs.items()}
+            def twins_in(place: int | str, value: Any) -> Any:
+                kind = type(value)
+                if kind in _LEAVES:
+                    return value
+                if kind is list or kind is tuple:
+                    return map_nested(functools.partial(twin, place), value)
+                return twin(place, value)
+
+            given = tuple([twins_in(place, value) for place, value in enumerate(args)])
+            named = {name: twins_in(name, value) for name, value in kwargs.items()}
             result = recorder.dispatch(func, given, named)
             for position in plan.written:  # torch counts writes to single tensors itself
                 written = args[position] if position < len(args) else None
@@ -265,7 +276,7 @@ class Operators(TorchDispatchMode):
                 self._follow_size(value, twins[id(value)])
             if touched:
                 recorder.cut("shared memory")
-            return map_nested(original, result)
+            return original(result) if type(result) is LazyTensor else map_nested(original, result)
 
     def _before_others(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Tensors of other kinds hold ordinary memory (a sparse one's values): nothing on it is pending when they are
@@ -334,11 +345,15 @@ def _tensors(args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
 
 def _is_recordable(value: torch.Tensor) -> bool:
     return (
-        value.device.type in _RECORDED_DEVICES
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.device.type in _RECORDED_DEVICES
         and is_dense(value)
         and not torch._C._functorch.is_functorch_wrapped_tensor(value)
-        and type(value) in (torch.Tensor, torch.nn.Parameter)
     )
+
+
+def _is_usual(value: torch.Tensor) -> bool:
+    return type(value) is LazyTensor or (_is_recordable(value) and not value.is_conj() and not value.is_neg())
 
 
 def _other_kind(value: torch.Tensor) -> str:
@@ -352,12 +367,14 @@ def _other_kind(value: torch.Tensor) -> str:
     return "conjugated tensor" if value.is_conj() else "negated tensor" if value.is_neg() else ""
 
 
-def _is_ours(tensors: Sequence[torch.Tensor], kwargs: dict[str, Any]) -> bool:
-    """Some tensor argument is recordable, or it is a factory for a recordable device."""
+def _is_ours(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor], kwargs: dict[str, Any]) -> bool:
+    """Some tensor argument is recordable, or it is a factory for a recordable device. `others`: the unusual ones."""
     device = kwargs.get("device")
     if device is not None and torch.device(device).type not in (*_RECORDED_DEVICES, "lazy"):
         return False
-    return not tensors or any(isinstance(v, LazyTensor) or _is_recordable(v) for v in tensors)
+    if not tensors or len(others) < len(tensors):
+        return True
+    return any(isinstance(v, LazyTensor) or _is_recordable(v) for v in others)
 
 
 class RecordedBlock:

@@ -80,7 +80,7 @@ class Recorder(RunningTrace):
         self.rematerializing: weakref.WeakSet[Any] = weakref.WeakSet()  # sources of rematerialized values
         self.lines = Lines()  # the user's lines that read numbers without a cut
         self.capture: Capture | None = None  # the call that `torchlazy.compile` captures
-        self._plans: dict[torch._ops.OpOverload, OpPlan] = {}  # keeps the overloads alive: identities stay valid
+        self._plans: dict[int, OpPlan] = {}  # by the overload's identity
         self._by_identity: dict[int, tuple[OpPlan, Handler | None]] = {}
         # By identity, operators that record nothing themselves (made of others; transfers): called without the lock.
         self.unrecorded: dict[int, Callable[..., Any]] = {}
@@ -102,9 +102,9 @@ class Recorder(RunningTrace):
         self.lock = TraceLock(self)
 
     def plan(self, op: torch._ops.OpOverload) -> OpPlan:
-        found = self._plans.get(op)
+        found = self._plans.get(id(op))  # an overload's own hash is a Python function
         if found is None:
-            found = self._plans[op] = plan_of(op)
+            found = self._plans[id(op)] = plan_of(op)  # which keeps the overload alive
         return found
 
     def default_dtype_changes(self) -> None:
@@ -191,7 +191,7 @@ class Recorder(RunningTrace):
         if (device := kwargs.get("device")) is not None and device.type == "lazy" and self.lazy_type():
             check_lazy_index(device)  # lazy tensors of the ordinary class are on the device that computes
             kwargs = {**kwargs, "device": torch.device(self.target)}
-        known = self._by_identity.get(id(op))  # an overload's own hash is a Python function
+        known = self._by_identity.get(id(op))
         if known is None:
             handler = self.handlers.get(op) or self.handlers_by_name.get(op.name())
             known = self._by_identity[id(op)] = (self.plan(op), handler)

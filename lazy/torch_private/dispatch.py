@@ -346,6 +346,14 @@ def dispatch_modes() -> list[Any]:
     return [torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack())]
 
 
+def unseen_by_functions() -> contextlib.AbstractContextManager[None]:
+    """Inside, neither a mode nor a class sees calls of torch's functions.
+
+    Why private: torch's public switch leaves the modes on.
+    """
+    return torch._C.DisableTorchFunction()
+
+
 def uppermost_mode() -> Any:
     """The dispatch mode that the next operator comes to; None where there is none.
 

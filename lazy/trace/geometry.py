@@ -96,7 +96,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
         tensor.layout is torch.strided
         and tensor.dtype not in _QUANTIZED
         and not tensor.is_nested
-        and not is_distributed(tensor)
+        and (type(tensor) is torch.Tensor or not is_distributed(tensor))
     )
 
 

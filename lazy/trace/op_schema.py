@@ -6,6 +6,7 @@ kind "eager": the recorder cuts the trace and runs it eagerly, which is always r
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,6 +58,7 @@ _MAKES_QUANTIZED = frozenset(
 )  # fmt: skip
 
 
+@functools.cache
 def is_random(op: Any) -> bool:
     """Whether an overload draws random numbers."""
     return torch.Tag.nondeterministic_seeded in op.tags

@@ -42,14 +42,14 @@ def text_of(place: tuple[str, int] | None) -> str:
 def user_place() -> tuple[str, int] | None:
     """The file and line of the caller's own code; None at the interpreter's exit."""
     frame = sys._getframe(1)
-    known = _INTERNAL.get  # a capture asks at each operator, a dozen frames deep
+    known = _INTERNAL  # a capture asks at each operator, a dozen frames deep
+    before = ""
     while frame is not None:
         filename = frame.f_code.co_filename
-        internal = known(filename)
-        if internal is None:
-            internal = _is_internal(filename)
-        if not internal:
-            return filename, frame.f_lineno
+        if filename is not before:
+            before = filename
+            if not (known[filename] if filename in known else _is_internal(filename)):
+                return filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return None
 

@@ -46,6 +46,7 @@ from torchlazy.lazy.numbers.questions import SizeQuestions
 from torchlazy.lazy.numbers.tracked import node_of, tracked_conversions, tracked_math
 from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.tensor import LazyTensor
+from torchlazy.lazy.torch_private.dispatch import unseen_by_functions
 from torchlazy.lazy.torch_private.distributed import (
     groups_of,
     is_begun,
@@ -282,7 +283,7 @@ def _capture_call(recorder: Recorder, call: CallToCapture, numbers: EscapedNumbe
             _restore(restore, slots, leaves)
             reach = partial(_reached_after, call, reached, capture.refuse)
             own_reads = stack.enter_context(ExitStack())
-            own_reads.enter_context(torch._C.DisableTorchFunction())  # the program did not ask for these
+            own_reads.enter_context(unseen_by_functions())  # the program did not ask for these
             after = reach()
             changes = list(before.changes(after, capture.refuse, stored, call.writes))
             guards.keep_results(after.caches)

@@ -52,9 +52,14 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors among what an operator took or gave, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
+    found: list[torch.Tensor] = []
     if isinstance(value, (list, tuple, ValuesView)):
-        return [found for item in value for found in tensors_in(item)]
-    return []
+        for item in value:
+            if isinstance(item, torch.Tensor):
+                found.append(item)
+            elif isinstance(item, (list, tuple, ValuesView)):
+                found += tensors_in(item)
+    return found
 
 
 class Lengths:

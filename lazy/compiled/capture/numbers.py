@@ -136,8 +136,9 @@ class OperatorNumbers(CaptureRecord):
 
         Not where a gradient may be wanted: what the operator's backward makes of the number is its own.
         """
-        tensors = _tensors((*args, *kwargs.values()))
-        if not is_own(op) or self.recorder.plan(op).kind == "composite" or any(x.requires_grad for x in tensors):
+        if not is_own(op) or self.recorder.plan(op).kind == "composite":
+            return args, kwargs, False
+        if any(x.requires_grad for x in _tensors((*args, *kwargs.values()))):
             return args, kwargs, False
         calling = _instructions()
         groups: dict[str, list[Any]] = {}
@@ -276,11 +277,13 @@ def _accepts_int_as_float(op: Any, args: Sequence[Any]) -> bool:
 
 
 def _has_numbers_of_ours(args: Any, kwargs: dict[str, Any]) -> bool:
-    return any(
-        node_of(item) is not None
-        for value in (*args, *kwargs.values())
-        for item in (value if isinstance(value, (list, tuple)) else (value,))
-    )
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, tuple)):
+            if any([node_of(item) is not None for item in value]):
+                return True
+        elif node_of(value) is not None:
+            return True
+    return False
 
 
 def _instructions() -> set[tuple[int, int]]:

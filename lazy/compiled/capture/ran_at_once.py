@@ -15,6 +15,7 @@ plain one but for numbers that behave like theirs; of larger tensors it is plain
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ aten = torch.ops.aten
 _NUMBERS = (bool, int, float)
 
 
+@functools.cache
 def can_run_again(op: torch._ops.OpOverload) -> bool:
     """Whether a replay may run the operator by itself, as far as its schema tells."""
     schema = op._schema

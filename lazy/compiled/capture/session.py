@@ -51,7 +51,7 @@ from torchlazy.lazy.compiled.template.template import (
     Segment,
     ToHost,
 )
-from torchlazy.lazy.device.mode import Operators
+from torchlazy.lazy.device.mode import USUAL, Operators
 from torchlazy.lazy.native.device import DEVICE
 from torchlazy.lazy.numbers.expr import Expression, SourceRef, places_in
 from torchlazy.lazy.numbers.tracked import as_tracked, node_of
@@ -120,10 +120,10 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         if torch_is_tracing() or func.namespace == "prim":  # numbers and fake tensors are not recorded
             self.refuse("torch is tracing")
             return func(*args, **kwargs)
-        tensors = list(tensors_in((args, kwargs.values())))
-        if any_distributed(tensors):
+        others = [tensor for tensor in tensors_in((args, kwargs.values())) if type(tensor) not in USUAL]
+        if others and any_distributed(others):
             return NotImplemented  # torch calls operators on its parts, which come here
-        if (other := with_own_rules(tensors)) is not None:
+        if others and (other := with_own_rules(others)) is not None:
             self.refuse(f"{func} on a {type(other).__name__}, which has rules of its own")
             found = func(*args, **kwargs)
             self.recorder.settle()

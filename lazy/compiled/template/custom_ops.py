@@ -96,7 +96,9 @@ class Draws:
 
     def run_at_once(self, op: torch._ops.OpOverload) -> bool:
         """Whether a captured call runs it at once."""
-        return self._draw.get(op, torch.Tag.nondeterministic_seeded in op.tags and is_own(op)) is not False
+        if op in self._draw:
+            return self._draw[op] is not False
+        return is_own(op) and torch.Tag.nondeterministic_seeded in op.tags
 
 
 DRAWS = Draws()

@@ -20,7 +20,7 @@ memory of an array, and an array on memory that the call reaches as a tensor, ar
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -53,11 +53,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     found: list[torch.Tensor] = []
-    if isinstance(value, (list, tuple, ValuesView)):
+    if isinstance(value, (list, tuple)):
         for item in value:
             if isinstance(item, torch.Tensor):
                 found.append(item)
-            elif isinstance(item, (list, tuple, ValuesView)):
+            elif isinstance(item, (list, tuple)):
                 found += tensors_in(item)
     return found
 

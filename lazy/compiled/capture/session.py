@@ -120,7 +120,7 @@ class Capture(OperatorNumbers, TorchDispatchMode):
         if torch_is_tracing() or func.namespace == "prim":  # numbers and fake tensors are not recorded
             self.refuse("torch is tracing")
             return func(*args, **kwargs)
-        others = [tensor for tensor in tensors_in((args, kwargs.values())) if type(tensor) not in USUAL]
+        others = [tensor for tensor in tensors_in((*args, *kwargs.values())) if type(tensor) not in USUAL]
         if others and any_distributed(others):
             return NotImplemented  # torch calls operators on its parts, which come here
         if others and (other := with_own_rules(others)) is not None:

@@ -447,6 +447,7 @@ class CompiledCallable:
             asked=asked,
             moving=frozenset(self._moving) if like is None else like.guards.moving,
             writes=frozenset() if like is None else frozenset(e.name for e in like.replay.template.effects),
+            like=None if like is None else like.guards,
         )
         with running_compiled():
             captured = capture_call(self.recorder, call)

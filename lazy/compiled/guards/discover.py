@@ -81,6 +81,7 @@ def discover(
     append to: they are listed, and their contents are not visited.
     """
     walker = _Discovery(slots, appended)
+    walker.reached.assumed = slots, appended
     for name, hooks in global_hooks():
         if hooks:
             walker.visit(hooks, name, _DEPTH, rooted=True)

@@ -184,7 +184,7 @@ class Guards:
     def __init__(
         self, reached: Reached, free: frozenset[str] = frozenset(), moving: frozenset[str] = frozenset()
     ) -> None:
-        self._keep = reached.keep
+        self.reached, self._keep = reached, reached.keep
         self._free = free
         places = [place for place in (*reached.places, *reached.fixtures) if not free.issuperset(place.names)]
         self._live_places = [p for p in places if p.live is not None and free.isdisjoint(p.names)]
@@ -309,6 +309,24 @@ class Guards:
         if any(self._empty):
             found.append(("hooks or entries of a module", "none", "some"))
         return [*found, *self._tensors.broken()][:32]
+
+    def are_very_same(self) -> bool:
+        """Whether discovery would find the same again: the very same objects, but for numbers that are free."""
+        if self.reached.slots:
+            return False  # what a slot holds may be something that is visited
+        holds = (
+            not any(self._empty)
+            and list(map(len, self._sized)) == self._sizes
+            and list(map(type, self._instances)) == self._classes
+            and self._live.holds_very_same()
+            and self._tables.holds_very_same()
+            and self._single.holds_very_same()
+        )
+        free = [place for place in self._single_places if not self._free.isdisjoint(place.names)] if holds else []
+        return holds and all(type(value) in (int, float, bool) for place in free for value in self._free_of(place))
+
+    def _free_of(self, place: GuardedPlace) -> list[Any]:
+        return [value for name, value in zip(place.names, place.values(), strict=True) if name in self._free]
 
     def changed_numbers(self) -> list[str]:
         """Names of the guarded plain numbers whose values changed."""

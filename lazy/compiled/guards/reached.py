@@ -272,6 +272,7 @@ class Reached:
     caches: list[tuple[Any, str]] = field(default_factory=list)  # functions that keep their results
     empty_hooks: list[Any] = field(default_factory=list)
     keep: list[Any] = field(default_factory=list)  # keeps objects alive whose identities are used
+    assumed: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())  # slots, and lists only appended to
 
 
 def stored_in(places: Iterable[GuardedPlace], name: str) -> tuple[GuardedPlace, int] | None:

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchlazy.lazy.config import config
 from torchlazy.lazy.device.block_hooks import HOOKS
 from torchlazy.lazy.native.block import BLOCKS
@@ -39,7 +38,7 @@ from torchlazy.lazy.record.shared_memory import accepts_copies, copy_of_now
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.torch_private.dispatch import dispatch_modes, without_our_modes
 from torchlazy.lazy.torch_private.distributed import any_distributed
-from torchlazy.lazy.torch_private.patches import exclude_from_dynamo, load_inside
+from torchlazy.lazy.torch_private.patches import UnwrappedDispatchMode, load_inside
 from torchlazy.lazy.trace.geometry import is_dense, kind_of
 from torchlazy.lazy.trace.nested import map_nested
 
@@ -79,6 +78,7 @@ _NO_TANGENT = torch.ops.aten._efficientzerotensor.default  # of a number: torch 
 _SET_DATA = _T.data.__set__  # type: ignore[attr-defined]
 _OTHERWISE = BY_ADDRESS | UNDER_A_MODE | {torch.nn.functional.one_hot: composites.under_a_mode}
 _RECORDED_DEVICES = ("cpu", "cuda")
+_LOOKED_AT = frozenset({*_OTHERWISE, *_BY_PYTHON, *_READERS})
 _OWN = (LazyTensor, torch.Tensor, torch.nn.Parameter)
 
 
@@ -87,7 +87,6 @@ def install(recorder: Recorder) -> None:
 
     C code reads such a state by its address (`Generator.set_state`), without an operator.
     """
-    exclude_from_dynamo(Operators.__torch_dispatch__)
     load_inside(lambda: without_our_modes() if recorder.mode_depth else contextlib.nullcontext())
     set_state = torch.random.set_rng_state
 
@@ -106,12 +105,17 @@ def install(recorder: Recorder) -> None:
     torch.utils.dlpack.to_dlpack = torch.to_dlpack = to_dlpack  # type: ignore[assignment]
 
 
-class _Readers(TorchFunctionMode):
+class Readers(TorchFunctionMode):
     """Cuts before a call that would read memory without an operator."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
+
+    @staticmethod
+    def looks_at(func: Any) -> bool:
+        """Whether calls of the function may be more than passed on."""
+        return func in _LOOKED_AT or func == _SET_DATA
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder = self.recorder
@@ -155,7 +159,7 @@ def _handed_over(recorder: Recorder, tensor: LazyTensor, cause: str) -> torch.Te
     return recorder.hand_out(tensor, cause)
 
 
-class Operators(TorchDispatchMode):
+class Operators(UnwrappedDispatchMode):
     """Hands every operator to the recorder, ordinary tensors replaced by their twins."""
 
     def __init__(self, recorder: Recorder, of_device: bool) -> None:
@@ -194,7 +198,7 @@ class Operators(TorchDispatchMode):
             self._before_others(func, tensors)
             return func(*args, **kwargs)
         below = dispatch_modes()  # torch takes this one off while it runs
-        if not all(isinstance(mode, Operators) for mode in below):
+        if below and not all([isinstance(mode, Operators) for mode in below]):
             # The others must see the operator, torch's tracers among them: it runs, and what is pending before it. A
             # mode of ours below them records it.
             if not any(isinstance(mode, Operators) for mode in below):
@@ -388,14 +392,14 @@ class RecordedBlock:
 
     def __init__(self, of_device: bool = False) -> None:
         self._of_device = of_device
-        self._open: list[tuple[_Readers, Operators, int]] = []
+        self._open: list[tuple[Readers, Operators, int]] = []
 
     def __enter__(self) -> None:
         recorder = self.recorder
         native_before = BLOCKS.suspend("a block that is recorded in Python")
         for hooks in HOOKS:
             hooks.begin(recorder)
-        modes = (_Readers(recorder), Operators(recorder, self._of_device))
+        modes = (Readers(recorder), Operators(recorder, self._of_device))
         with recorder.lock:
             recorder.mode_depth += 1
             recorder.has_mode_tensors = True

@@ -375,6 +375,27 @@ def handed_to(mode: Any, answer: Callable[..., Any], *args: Any) -> Any:
         torch._C._push_on_torch_dispatch_stack(mode)
 
 
+def uppermost_function_mode() -> Any:
+    """The function mode that the next function comes to; None where there is none.
+
+    Why private: torch has no public view of its mode stacks.
+    """
+    count = torch._C._len_torch_function_stack()
+    return torch._C._get_function_stack_at(count - 1) if count else None
+
+
+def past_function_mode(mode: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """`function(*args, **kwargs)` as the uppermost function mode, which is off meanwhile, would call it.
+
+    Why private: a mode that passes a call on takes as long as many an attribute's whole way through torch.
+    """
+    torch._C._pop_torch_function_stack()
+    try:
+        return function(*args, **kwargs)
+    finally:
+        torch._C._push_on_torch_function_stack(mode)
+
+
 def has_foreign_modes() -> bool:
     """Whether a dispatch or function mode is active that is neither torchlazy's nor a default device.
 

@@ -27,11 +27,12 @@ from torch.overrides import TorchFunctionMode
 from torchlazy.lazy.compiled.capture.own_view import NOT_THE_PROGRAM, OwnViews
 from torchlazy.lazy.compiled.capture.record import CaptureRecord
 from torchlazy.lazy.compiled.template.template import HostArgument
-from torchlazy.lazy.device.mode import VALUE_READERS
+from torchlazy.lazy.device.mode import VALUE_READERS, Readers
 from torchlazy.lazy.numbers.questions import TrackedSize, plain_size
 from torchlazy.lazy.numbers.tracked import TracedInt, as_tracked, node_of
 from torchlazy.lazy.ops.host_lengths import BY_ADDRESS, CTC_LOSSES, UNPACK, lengths_beside
 from torchlazy.lazy.record.tensor import LazyTensor
+from torchlazy.lazy.torch_private.dispatch import past_function_mode, uppermost_function_mode
 from torchlazy.lazy.trace.user_frames import LAZY_FOLDER
 
 # The number goes to one operator, as it is, but not to the first.
@@ -207,7 +208,11 @@ class TensorReads(TorchFunctionMode):
         if func in NUMBER_ONCE:
             result = self._later(func, args, kwargs or {})
         else:
-            result = func(*args, **(kwargs or {}))
+            below = uppermost_function_mode()
+            if type(below) is Readers and not below.looks_at(func):
+                result = past_function_mode(below, func, args, kwargs or {})
+            else:
+                result = func(*args, **(kwargs or {}))
         asked = self._capture.asked
         if asked is not None and args and not sys._getframe(1).f_code.co_filename.startswith(LAZY_FOLDER):
             result = asked.seen(func, args[0], result)

@@ -61,6 +61,7 @@ from torchlazy.lazy.record.subclasses import with_own_rules
 from torchlazy.lazy.record.tensor import LazyTensor
 from torchlazy.lazy.torch_private.dispatch import handed_to, torch_is_tracing, uppermost_mode
 from torchlazy.lazy.torch_private.distributed import any_distributed
+from torchlazy.lazy.torch_private.patches import UnwrappedDispatchMode
 from torchlazy.lazy.trace.geometry import Geometry
 from torchlazy.lazy.trace.op_schema import is_random
 from torchlazy.lazy.trace.storage import LazyStorage
@@ -77,7 +78,7 @@ _ITEM = aten._local_scalar_dense.default
 _LIBRARY_CHECK = aten._linalg_check_errors.default
 
 
-class Capture(OperatorNumbers, TorchDispatchMode):
+class Capture(OperatorNumbers, UnwrappedDispatchMode):
     """The mode under which the call runs; it sees the operators."""
 
     def __init__(

@@ -25,10 +25,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # these names.
     "torch.Tensor._make_wrapper_subclass": ("lazy/record/tensor.py",),
     "torch._C._disabled_torch_function_impl": ("lazy/record/tensor.py",),
-    "torch.utils._python_dispatch.TorchDispatchMode": (
-        "lazy/compiled/capture/session.py", "lazy/export/record.py", "lazy/device/mode.py",
-        "lazy/inspect/flops/trace.py",
-    ),
     "torch._check": ("lazy/export/module.py",),
     "torch.cuda.jiterator._create_jit_fn": ("prims/random_bits.py",),  # a documented beta
     "torch._register_device_module": ("lazy/device/device.py",),

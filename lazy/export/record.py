@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchlazy.lazy.device.mode import RecordedBlock
 from torchlazy.lazy.export.front_door import ExportError
 from torchlazy.lazy.native.device import DEVICE
@@ -24,6 +23,7 @@ from torchlazy.lazy.record.recorder import Recorder
 from torchlazy.lazy.record.running_trace import UnsharedScalars
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor, wrap
 from torchlazy.lazy.torch_private.dispatch import below_autograd
+from torchlazy.lazy.torch_private.patches import UnwrappedDispatchMode
 from torchlazy.lazy.trace import user_frames
 from torchlazy.lazy.trace.geometry import Geometry, geometry, indexed, is_dense, kind_of
 from torchlazy.lazy.trace.storage import LazyStorage, storage_of
@@ -261,7 +261,7 @@ class WholeGraph:
 _SENDS_OFF = frozenset({"optimizer step", "flush", "leaving lazy_mode", "trace length limit", "sync", "synchronize"})
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(UnwrappedDispatchMode):
     """Sees every operator before `lazy_mode` does: what the recorder would do at once, and what it could not replay."""
 
     def __init__(self, whole: WholeGraph) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchlazy.lazy.compiled.capture.host_values import (
     Blanks,
     Lengths,
@@ -84,7 +83,7 @@ class Capture(OperatorNumbers, UnwrappedDispatchMode):
     def __init__(
         self, recorder: Recorder, known: dict[int, Memory], hosts: dict[int, Host], *, fullgraph: bool = False
     ) -> None:
-        TorchDispatchMode.__init__(self)
+        UnwrappedDispatchMode.__init__(self)
         CaptureRecord.__init__(self, recorder, known, hosts, fullgraph=fullgraph)
         self._begin_numbers()
         self.lengths, self.blanks, self.arrays = Lengths(self), Blanks(self), NumpyMemory(self)
@@ -149,11 +148,11 @@ class Capture(OperatorNumbers, UnwrappedDispatchMode):
 
     def _decomposed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The operators that it is made of come here one by one, as they do elsewhere."""
-        TorchDispatchMode.__enter__(self)  # torch disables a mode while it runs
+        UnwrappedDispatchMode.__enter__(self)  # torch disables a mode while it runs
         try:
             return func.decompose(*args, **kwargs)
         finally:
-            TorchDispatchMode.__exit__(self, None, None, None)
+            UnwrappedDispatchMode.__exit__(self, None, None, None)
 
     def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         lazies, plains = _operands(args, kwargs)

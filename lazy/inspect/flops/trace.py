@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torchlazy.lazy.config import config
 from torchlazy.lazy.device.mode import RecordedBlock
@@ -24,6 +23,7 @@ from torchlazy.lazy.record.recorder import current
 from torchlazy.lazy.record.tensor import LAZY, LazyTensor, wrap
 from torchlazy.lazy.run.sync_policy import CAUSES, kind_of
 from torchlazy.lazy.torch_private.dispatch import exporting_flags
+from torchlazy.lazy.torch_private.patches import UnwrappedDispatchMode
 from torchlazy.lazy.trace import user_frames
 from torchlazy.lazy.trace.geometry import geometry, indexed, is_dense
 from torchlazy.lazy.trace.storage import storage_of
@@ -170,7 +170,7 @@ def _discard() -> None:
     recorder._start_trace()
 
 
-class _Undo(TorchDispatchMode):
+class _Undo(UnwrappedDispatchMode):
     """Remembers what the call changes outside the trace, and restores it."""
 
     def __init__(self, leaf_tensors: Sequence[torch.Tensor]) -> None:

@@ -64,6 +64,11 @@ class RecorderLibrary:
             return self.wait()
         return self.if_there()
 
+    def at_once(self) -> Any:
+        """As `if_kept`, but never waits for a compiler, be it that nothing may be compiled in the background."""
+        may_ask = self.is_kept() or NativeCode.may_wait() if self.module is None else False
+        return self.if_kept() if may_ask else self.module
+
     def is_kept(self) -> bool:
         """Whether nothing is left to compile."""
         try:

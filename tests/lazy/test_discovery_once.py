@@ -117,6 +117,27 @@ def test_new_state_is_discovered_after_the_call(found: list[int], device: str, k
 
 
 @pytest.mark.parametrize("device", ["cpu", "lazy"])
+@pytest.mark.parametrize("kind", ["removed", "another kind"])
+def test_a_number_that_varies_goes(found: list[int], device: str, kind: str) -> None:
+    state = SimpleNamespace(scale=1.0)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y = x * state.scale
+        if kind == "removed":
+            del state.scale
+        else:
+            state.scale = torch.ones(3, device=x.device)  # type: ignore[assignment]
+        return y
+
+    compiled = torchlazy.compile(run)
+    for number in range(1, 7):
+        state.scale = number / 2
+        x = torch.ones(3).to(device)
+        assert torch.equal(compiled(x).cpu(), torch.full((3,), number / 2))
+        assert hasattr(state, "scale") == (kind != "removed")
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
 def test_other_objects_among_the_arguments(found: list[int], device: str) -> None:
     run = torchlazy.compile(lambda x, settings: x * settings.scale)
     for number in range(1, 6):

@@ -89,7 +89,7 @@ def test_what_only_names_them_is_captured(name: str, library: bool, monkeypatch:
 
 def _choose(library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not library:
-        monkeypatch.setattr(moving_answers, "LIBRARY", type("Absent", (), {"if_kept": staticmethod(lambda: None)}))
+        monkeypatch.setattr(moving_answers, "LIBRARY", type("Absent", (), {"at_once": staticmethod(lambda: None)}))
     elif LIBRARY.wait() is None:
         pytest.skip("there is no native recorder")
 

@@ -85,7 +85,7 @@ def moving_answers(refuse: Callable[[str], None]) -> Iterator[None]:
         if event == "c_call" and function.__name__ in names and _what(function):
             told(function, frame)
 
-    native = LIBRARY.if_kept()
+    native = LIBRARY.at_once()
     if native is None:
         is_on, end = sys.getprofile() is None, functools.partial(sys.setprofile, None)
         if is_on:

@@ -21,7 +21,7 @@ from torchlazy.lazy.compiled.guards.classes import BASES
 from torchlazy.lazy.compiled.guards.discover import DICT, FUNCTION_PARTS
 from torchlazy.lazy.compiled.guards.library_state import Registrations, results_kept, table_of_results
 from torchlazy.lazy.compiled.guards.process import Steady
-from torchlazy.lazy.compiled.guards.reached import GONE, GuardedPlace, Reached
+from torchlazy.lazy.compiled.guards.reached import GONE, GuardedPlace, NotYet, Reached
 from torchlazy.lazy.compiled.guards.tensors import TensorGuards
 from torchlazy.lazy.compiled.guards.values import SingleValues, WholeContainers
 from torchlazy.lazy.torch_private.dispatch import tensor_readers, without_torch_function
@@ -173,6 +173,7 @@ def _gives_what_it_has(owner: Any, names: Sequence[str]) -> bool:
     return own_way and all(isinstance(getattr(kind, name, None), MemberDescriptorType) for name in names)
 
 
+_NUMBERS = (int, float, bool)
 _FIRST_PATIENCE = 2  # calls that held before their guards become native
 _LONGEST_PATIENCE = 4096
 
@@ -186,7 +187,9 @@ class Guards:
     ) -> None:
         self.reached, self._keep = reached, reached.keep
         self._free = free
-        places = [place for place in (*reached.places, *reached.fixtures) if not free.issuperset(place.names)]
+        every = (*reached.places, *reached.fixtures)
+        places = [place for place in every if not free.issuperset(place.names)]
+        self._free_places = [place for place in every if not free.isdisjoint(place.names)]
         self._live_places = [p for p in places if p.live is not None and free.isdisjoint(p.names)]
         self._single_places = [p for p in places if p.live is None or not free.isdisjoint(p.names)]
         self._views = reached.views
@@ -322,11 +325,15 @@ class Guards:
             and self._tables.holds_very_same()
             and self._single.holds_very_same()
         )
-        free = [place for place in self._single_places if not self._free.isdisjoint(place.names)] if holds else []
-        return holds and all(type(value) in (int, float, bool) for place in free for value in self._free_of(place))
+        return holds and all(map(self._has_numbers, self._free_places))
 
-    def _free_of(self, place: GuardedPlace) -> list[Any]:
-        return [value for name, value in zip(place.names, place.values(), strict=True) if name in self._free]
+    def _has_numbers(self, place: GuardedPlace) -> bool:
+        """Whether what is free of the place is there, and plain numbers."""
+        try:
+            values = place.values()
+        except (NotYet, LookupError, AttributeError):
+            return False
+        return all(n not in self._free or type(v) in _NUMBERS for n, v in zip(place.names, values, strict=True))
 
     def changed_numbers(self) -> list[str]:
         """Names of the guarded plain numbers whose values changed."""

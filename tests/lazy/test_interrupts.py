@@ -20,10 +20,18 @@ from typing import Any
 import pytest
 import torch
 import torchlazy
+from torch.overrides import TorchFunctionMode
 from torchlazy.lazy.device.outside_mode import outside_lazy_mode
 from torchlazy.lazy.native.block import BLOCKS
 from torchlazy.lazy.record import lock, signals
 from torchlazy.lazy.record.tensor import LazyTensor
+from torchlazy.lazy.torch_private.dispatch import (
+    handed_to,
+    past_function_mode,
+    uppermost_function_mode,
+    uppermost_mode,
+)
+from torchlazy.lazy.torch_private.patches import UnwrappedDispatchMode
 
 pytestmark = [
     pytest.mark.usefixtures("device_in_python"),
@@ -354,3 +362,52 @@ def test_a_signal_waits_while_a_block_begins_or_ends(block: str, pythons_own_han
             places.append(found.place)
             at += 1
     assert len(places) > 8
+
+
+class _Passes(UnwrappedDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _PassesFunctions(TorchFunctionMode):
+    """One that does nothing."""
+
+
+@pytest.mark.parametrize("kind", ["dispatch", "function"])
+def test_a_mode_that_is_off_meanwhile_is_on_again(kind: str) -> None:
+    """Wherever the interrupt comes: before it is off, while it is, or behind that."""
+    mode: Any = _Passes() if kind == "dispatch" else _PassesFunctions()
+    top = uppermost_mode if kind == "dispatch" else uppermost_function_mode
+    code = (handed_to if kind == "dispatch" else past_function_mode).__code__
+    seen = []
+
+    def off() -> None:
+        assert top() is None
+        seen.append("off")
+
+    def run() -> None:
+        handed_to(mode, off) if kind == "dispatch" else past_function_mode(mode, off, (), {})
+
+    for at in range(1, 12):
+        count = 0
+
+        def look(frame: Any, event: str, argument: Any, at: int = at) -> None:
+            nonlocal count
+            if frame.f_code is code and event in ("call", "c_return"):
+                count += 1
+                if count == at:
+                    raise Interrupt
+
+        with mode:
+            sys.setprofile(look)
+            try:
+                run()
+            except Interrupt:
+                pass
+            finally:
+                sys.setprofile(None)
+            assert top() is mode
+        if count < at:
+            break
+    assert count >= 3
+    assert seen

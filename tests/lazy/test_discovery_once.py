@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -135,6 +136,23 @@ def test_a_number_that_varies_goes(found: list[int], device: str, kind: str) -> 
         x = torch.ones(3).to(device)
         assert torch.equal(compiled(x).cpu(), torch.full((3,), number / 2))
         assert hasattr(state, "scale") == (kind != "removed")
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_a_cache_that_is_filled(found: list[int], device: str) -> None:
+    @functools.lru_cache(maxsize=4)
+    def table(length: int) -> torch.Tensor:
+        return torch.arange(float(length), device=device)
+
+    run = torchlazy.compile(lambda x: x + table(3))
+    x = torch.ones(3).to(device)
+    for number in range(8):
+        if number == 4:
+            table.cache_clear()
+        found.clear()
+        assert torch.equal(run(x).cpu(), torch.tensor([1.0, 2.0, 3.0]))
+        assert found or number not in (0, 4)
+    assert run.report().audits
 
 
 @pytest.mark.parametrize("device", ["cpu", "lazy"])

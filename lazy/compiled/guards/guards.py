@@ -12,6 +12,7 @@ import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
+from operator import is_
 from types import FunctionType, MemberDescriptorType
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy
 import torch
 from torchlazy.lazy.compiled.guards.classes import BASES
 from torchlazy.lazy.compiled.guards.discover import DICT, FUNCTION_PARTS
-from torchlazy.lazy.compiled.guards.library_state import Registrations, results_kept, table_of_results
+from torchlazy.lazy.compiled.guards.library_state import Registrations, results_in, results_kept, table_of_results
 from torchlazy.lazy.compiled.guards.process import Steady
 from torchlazy.lazy.compiled.guards.reached import GONE, GuardedPlace, NotYet, Reached
 from torchlazy.lazy.compiled.guards.tensors import TensorGuards
@@ -210,6 +211,7 @@ class Guards:
         self._classes = list(map(type, self._instances))
         self._instance_names = [name for _, name in reached.instances]
         self._caches: list[tuple[Callable[[], bool], str]] = []
+        self._results = [results_in(function) for function, _ in reached.caches]
         self._cache_tables: list[dict[Any, Any]] = []
         self._tensors = TensorGuards(reached, moving)
         self._native: Native | None = None
@@ -325,6 +327,9 @@ class Guards:
             and self._tables.holds_very_same()
             and self._single.holds_very_same()
         )
+        results = [results_in(function) for function, _ in self.reached.caches] if holds else []
+        for now, then in zip(results, self._results, strict=False):  # tensors among them are visited
+            holds = holds and len(now) == len(then) and all(map(is_, now, then))
         return holds and all(map(self._has_numbers, self._free_places))
 
     def _has_numbers(self, place: GuardedPlace) -> bool:

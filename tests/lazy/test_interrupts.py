@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -46,13 +47,15 @@ class Interrupt(BaseException):
 
 
 class Interrupting:
-    """Raises at one of the events at which CPython looks for signals, of those in the recorder."""
+    """Raises at one of the events at which CPython looks for signals, of those in the recorder, or in the code `of`."""
 
-    def __init__(self, at: int) -> None:
-        self.at, self.seen, self.place = at, 0, ""
+    def __init__(self, at: int, of: CodeType | None = None) -> None:
+        self.at, self.of, self.seen, self.place = at, of, 0, ""
 
     def __call__(self, frame: Any, event: str, argument: Any) -> None:
-        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(_RECORDER):
+        code = frame.f_code
+        is_inside = code.co_filename.startswith(_RECORDER) if self.of is None else code is self.of
+        if is_inside and event in ("call", "c_return"):
             self.seen += 1
             if self.seen == self.at:
                 self.place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {event} {argument}"
@@ -68,8 +71,8 @@ def program(w: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
     return [w, h, *h.unbind(0), w.view(-1)[3:]]
 
 
-def interrupted(run: Callable[[], Any], at: int) -> Interrupting:
-    found = Interrupting(at)
+def interrupted(run: Callable[[], Any], at: int, of: CodeType | None = None) -> Interrupting:
+    found = Interrupting(at, of)
     sys.setprofile(found)
     try:
         run()
@@ -389,25 +392,10 @@ def test_a_mode_that_is_off_meanwhile_is_on_again(kind: str) -> None:
         handed_to(mode, off) if kind == "dispatch" else past_function_mode(mode, off, (), {})
 
     for at in range(1, 12):
-        count = 0
-
-        def look(frame: Any, event: str, argument: Any, at: int = at) -> None:
-            nonlocal count
-            if frame.f_code is code and event in ("call", "c_return"):
-                count += 1
-                if count == at:
-                    raise Interrupt
-
         with mode:
-            sys.setprofile(look)
-            try:
-                run()
-            except Interrupt:
-                pass
-            finally:
-                sys.setprofile(None)
+            found = interrupted(run, at, code)
             assert top() is mode
-        if count < at:
+        if found.seen < at:
             break
-    assert count >= 3
+    assert found.seen >= 3
     assert seen
